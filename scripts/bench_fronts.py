@@ -56,15 +56,11 @@ def _head(api: str, head: dict[str, Any]) -> dict[str, Any]:
     """Return all of a request but the conversation."""
     system, tools = head["system"][0]["text"], [{**tool, "parameters": tool["input_schema"]} for tool in head["tools"]]
     tools = [{name: tool[name] for name in ("name", "description", "parameters")} for tool in tools]
+    common = {"model": "policy", "stream": True}
     if api == "chat":
-        return {"model": "policy", "stream": True, "tools": [{"type": "function", "function": tool} for tool in tools]}
+        return common | {"tools": [{"type": "function", "function": tool} for tool in tools]}
     if api == "responses":
-        return {
-            "model": "policy",
-            "stream": True,
-            "instructions": system,
-            "tools": [{"type": "function"} | t for t in tools],
-        }
+        return common | {"instructions": system, "tools": [{"type": "function"} | tool for tool in tools]}
     return {"systemInstruction": {"parts": [{"text": system}]}, "tools": [{"functionDeclarations": tools}]}
 
 

@@ -226,7 +226,7 @@ Pairs = dict[str, tuple[float, float]]  # planned and measured, by what; measure
 
 
 def beside_plan(
-    config: DictConfig, made: Plan, peaks: Counter[tuple[str, str]], found: list[dict[str, Any]]
+    config: DictConfig, made: Plan, peaks: Counter[str], found: list[dict[str, Any]]
 ) -> tuple[Pairs, Pairs]:
     """Return the seconds of the last step by phase, and bytes of memory, as ``measuring.train`` found them."""
     last = found[-1]  # the first step has compilations in it
@@ -283,11 +283,9 @@ def main() -> None:
         config, keys = prepared(TOY if cpu else GPU[named:], options.keys, work)
         config.run.dir = str(work / "bench")
         OmegaConf.resolve(config)
-        where = platform.machine() if cpu else config.cluster.gpu
+        where = f"{os.cpu_count()} cores, {platform.machine() if cpu else config.cluster.gpu}"
         model = "the quickstart's policy" if cpu else config.actor_rollout_ref.model.path
-        print(
-            f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores, {where}: {config.trainer.experiment_name}, {model}"
-        )
+        print(f"{time.strftime('%Y-%m-%d')}, {where}: {config.trainer.experiment_name}, {model}")
         made = plan(config)
         count = options.episodes or (16 if cpu else 64)
         show(throughput(config, made, work / "vllm.log", count), count)

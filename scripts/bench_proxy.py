@@ -256,10 +256,14 @@ async def episode(policy: Any, name: str, turns: int, result_chars: int) -> tupl
 
 def start_up(model: str) -> None:
     """Measure the start of the program."""
+    command = [sys.executable, "-m", "rollout.proxy", "--engine", "http://127.0.0.1:9", "--model", model]
+    command += ["--port", "0", "--tool-parser", "qwen3_coder"]
     began = time.perf_counter()
-    with stand_alone("http://127.0.0.1:9", model) as (process, _):
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline().startswith(b"listening on")
         took = time.perf_counter() - began
         rss = psutil.Process(process.pid).memory_info().rss / 2**20
+        process.terminate()
     show("start to open port", took, "s", "< 2", took < 2)
     show("  resident then (nothing of verl or vLLM)", rss, "MiB", "< 200", rss < 200)
 
@@ -285,19 +289,6 @@ def sizes(model: str, mine: set[int], others: set[int]) -> None:
     what = f"memory of a session of 300 turns and {tokens:,} tokens, {sampled:,} of them sampled"
     show(what, size / 2**20, "MiB", "< 20", size < 20 << 20)
     show("  of 1,000 such sessions", 1000 * size / 2**30, "GiB")
-
-
-@contextlib.contextmanager
-def stand_alone(engine: str, model: str) -> Generator[tuple[subprocess.Popen[str], int]]:
-    """Run the stand-alone proxy; yield its process and its port when that is open."""
-    command = [sys.executable, "-m", "rollout.proxy", "--engine", engine, "--model", model, "--port", "0"]
-    process = subprocess.Popen([*command, "--tool-parser", "qwen3_coder"], stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        yield process, int(process.stdout.readline().rpartition(":")[2])
-    finally:
-        process.terminate()
-        process.wait()
 
 
 @contextlib.contextmanager

@@ -99,9 +99,8 @@ class Expedition:
         """
         log = self.work / "log" / f"{name}.log"
         with log.open("ab") as out:
-            process = subprocess.Popen(
-                [sys.executable, *command], cwd=ROOT, env={**os.environ, **offline()}, stdout=out, stderr=out
-            )
+            environment = {**os.environ, **offline()}
+            process = subprocess.Popen([sys.executable, *command], cwd=ROOT, env=environment, stdout=out, stderr=out)
             while until is not None and process.poll() is None and time.time() < until():
                 time.sleep(1)
             if until is not None and process.poll() is None:
@@ -122,19 +121,12 @@ class Expedition:
         if not self.step("weights", self.make_base):
             return
         with ThreadPoolExecutor() as beside:
-            first = [
-                beside.submit(self.step, "sft", self.fine_tune),
-                # One engine after the other: one that measures its memory fails if another gives some back meanwhile.
-                beside.submit(
-                    lambda: (
-                        self.step("agreement", self.agreement),
-                        self.step("evaluate_base", lambda: self.evaluate("base", self.base, 2)),
-                    )
-                ),
-            ]
-            if not first[0].result():
+            tuned = beside.submit(self.step, "sft", self.fine_tune)
+            # One engine after the other: one that measures its memory fails if another gives some back meanwhile.
+            self.step("agreement", self.agreement)
+            self.step("evaluate_base", lambda: self.evaluate("base", self.base, 2))
+            if not tuned.result():
                 return
-            first[1].result()
             grpo = self.step("grpo", lambda: self.program("grpo", *self.training(), until=self.until, good=(0, 75)))
             last = [
                 beside.submit(self.step, "evaluate_warm", lambda: self.evaluate("warm", self.sft, SAMPLES)),
@@ -143,7 +135,7 @@ class Expedition:
             ]
             if grpo:
                 last += [beside.submit(self.step, "evaluate_grpo", lambda: self.evaluate("grpo", self.grpo, SAMPLES))]
-            for one in (*first, *last):
+            for one in last:
                 one.result()
         if not grpo:
             return
@@ -208,13 +200,9 @@ class Expedition:
 
     def rate(self) -> str:
         """Measure whole episodes beside the engine's own rate."""
-        keys = [
-            *EXPERIMENT,
-            *self.tasks,
-            f"actor_rollout_ref.model.path={self.sft / 'model'}",
-            "sandbox.concurrency=40",
-        ]
-        keys += ["actor_rollout_ref.model.lora_rank=0", "actor_rollout_ref.rollout.load_format=dummy"]
+        model = [f"actor_rollout_ref.model.path={self.sft / 'model'}", "actor_rollout_ref.model.lora_rank=0"]
+        keys = [*EXPERIMENT, *self.tasks, *model, "actor_rollout_ref.rollout.load_format=dummy"]
+        keys += ["sandbox.concurrency=40"]
         return self.program("rate", "scripts/bench_gpu.py", "--episodes", "160", "--steps", "0", *keys)
 
 
@@ -225,11 +213,8 @@ def machine() -> dict[str, Any]:
     import torch
 
     names = ("torch", "vllm", "verl", "transformers", "ray", "numpy")
-    driver = subprocess.run(
-        ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"],
-        capture_output=True,
-        text=True,
-    ).stdout.strip()
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    driver = subprocess.run(query, capture_output=True, text=True).stdout.strip()
     found = {name: importlib.metadata.version(name) for name in names}
     return {"gpu": driver, "cuda": torch.cuda.is_available(), "cores": os.cpu_count(), **found}
 
@@ -328,8 +313,7 @@ def _mapped(finder: Path) -> set[str]:
 def look(work: Path, out: Path) -> None:
     """Write what there is to ``out``: results and logs, metrics, records of some episodes, the adapter in pieces."""
     out.mkdir(parents=True, exist_ok=True)
-    grpo, keep = work / "grpo", []
-    keep += [work / "results.json", *sorted((work / "log").glob("*"))]
+    grpo, keep = work / "grpo", [work / "results.json", *sorted((work / "log").glob("*"))]
     for directory in (grpo, work / "sft", *sorted((work / "evaluate").glob("*"))):
         keep += [path for path in sorted(directory.glob("*")) if path.is_file() and path.stat().st_size < 20e6]
     with tarfile.open(out / "results.tar.xz", "w:xz", preset=1) as tar:

@@ -230,15 +230,13 @@ def main() -> int:
     parser.add_argument("keys", nargs="*", help="overrides of the config of all training runs")
     options = parser.parse_args()
     if options.device == "cuda" and shutil.which("nvidia-smi") is None:
-        print("gpu_ladder: no GPU here (--device cpu goes the same way with a toy)", file=sys.stderr)
-        return 2
+        return program.failed("gpu_ladder: no GPU here (--device cpu goes the same way with a toy)", 2)
     out, work = options.out.resolve(), (options.work or options.out / "work").resolve()
     ladder = Ladder(RUNGS, options.device, out, work, tuple(options.keys), LIMIT_S[options.device])
     try:
         results = ladder.climb(options.only, options.again, options.budget_s)
     except ValueError as error:
-        print(f"gpu_ladder: {error}", file=sys.stderr)
-        return 2
+        return program.failed(f"gpu_ladder: {error}", 2)
     print(f"\n{ladder.table(results)}")
     return int(any(result["state"].startswith("failed") for result in results.values()))
 

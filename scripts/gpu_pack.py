@@ -192,12 +192,11 @@ def main() -> int:
     one.add_argument("out", type=Path)
     one.add_argument("sources", nargs="+", metavar="NAME=PATH")
     one.add_argument("--part-mb", type=float, default=56, help="megabytes of a part (default: 56)")
-    one = commands.add_parser("strip", help="copy an environment without what is not needed")
-    one.add_argument("source", type=Path)
-    one.add_argument("out", type=Path)
-    one = commands.add_parser("unpack", help="unpack what is complete")
-    one.add_argument("parts", type=Path)
-    one.add_argument("out", type=Path)
+    stripping = ("strip", "source", "copy an environment without what is not needed")
+    for name, place, what in (stripping, ("unpack", "parts", "unpack what is complete")):
+        one = commands.add_parser(name, help=what)
+        one.add_argument(place, type=Path)
+        one.add_argument("out", type=Path)
     args = parser.parse_args()
     if args.command == "pack":
         sources = {name: Path(path) for name, _, path in (text.partition("=") for text in args.sources)}

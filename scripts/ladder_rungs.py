@@ -149,9 +149,8 @@ def ahead(place: Place) -> Iterator[Figure]:
     yield Figure("the same, mean of each step", "", means)
     replies = [node.versions for record in Reader(Path(place.directory, "run")) for node in record.nodes]
     versions = [set(unpack_ids(some)) for some in replies if some and isinstance(some, bytes)]
-    yield Figure(
-        "replies, and those that two weights have sampled", "", f"{len(versions)}, {sum(len(v) > 1 for v in versions)}"
-    )
+    seen = f"{len(versions)}, {sum(len(some) > 1 for some in versions)}"
+    yield Figure("replies, and those that two weights have sampled", "", seen)
 
 
 def size(place: Place) -> Iterator[Figure]:
@@ -316,9 +315,8 @@ def _random_model(directory: Path, known: str, changes: dict[str, Any], device: 
     torch.manual_seed(1)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32 if device == "cpu" else torch.bfloat16)
-    model.generation_config = GenerationConfig(
-        eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id, do_sample=True
-    )
+    ends = {"eos_token_id": config.eos_token_id, "pad_token_id": config.pad_token_id}
+    model.generation_config = GenerationConfig(**ends, do_sample=True)
     model.save_pretrained(directory)
 
 

@@ -9,14 +9,12 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from rl.metrics.episodes import read_jsonl
-from rl.run import phases
 from rl.run.programs import last_lines
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -59,31 +57,29 @@ def gpu_used() -> int:
     return max((int(mib) * MIB for mib in said if mib.isdigit()), default=0)
 
 
-def watch(process: subprocess.Popen, phase: Callable[[], str] = str) -> Counter[tuple[str, str]]:
-    """Wait for a process to end and return peaks of memory in bytes by (phase, name): what each process below it has to
-    itself, named by command and id, and what is taken of the fullest GPU, named "GPU". ``phase`` names what goes on."""
-    peaks: Counter[tuple[str, str]] = Counter()
+def watch(process: subprocess.Popen) -> Counter[str]:
+    """Wait for a process to end and return peaks of memory in bytes: what each process below it has to itself, named by
+    command and id, and what is taken of the fullest GPU, named "GPU"."""
+    peaks = Counter[str]()
     root = psutil.Process(process.pid)
     while process.poll() is None:
         time.sleep(0.1)
-        found, now = {}, phase()
+        found = {"GPU": gpu_used()}
         with contextlib.suppress(psutil.Error):
             for child in root.children(recursive=True):
                 with contextlib.suppress(psutil.Error, IndexError):
                     used = child.memory_info()
-                    found[now, f"{child.cmdline()[0]} {child.pid}"] = used.rss - used.shared
-        if used_of_gpu := gpu_used():
-            found[now, "GPU"] = used_of_gpu
+                    found[f"{child.cmdline()[0]} {child.pid}"] = used.rss - used.shared
         peaks |= Counter(found)
     return peaks
 
 
-def peak(peaks: Counter[tuple[str, str]], name: str, phase: str | None = None) -> int:
-    """Return the highest peak of a name that contains ``name``, in one phase or in all; 0 if there was none."""
-    return max((size for (when, what), size in peaks.items() if name in what and phase in (None, when)), default=0)
+def peak(peaks: Counter[str], name: str) -> int:
+    """Return the highest peak of a name that contains ``name``; 0 if there was none."""
+    return max((size for what, size in peaks.items() if name in what), default=0)
 
 
-def train(directory: Path, *keys: str) -> tuple[Counter[tuple[str, str]], list[dict[str, Any]]]:
+def train(directory: Path, *keys: str) -> tuple[Counter[str], list[dict[str, Any]]]:
     """Run ``rl.train`` in ``directory`` without validation and return its peaks and the metrics of its steps.
 
     Raises:
@@ -91,17 +87,11 @@ def train(directory: Path, *keys: str) -> tuple[Counter[tuple[str, str]], list[d
     """
     command = [sys.executable, "-m", "rl.train", *keys, f"run.dir={directory}"]
     command += ["trainer.val_before_train=false", "trainer.test_freq=-1", "plan.check=false"]
-
-    def phase() -> str:
-        now = phases.read(directory)
-        return now.name if now else "start"
-
     # Freed memory goes back at once: malloc would keep blocks of up to 32 MiB, and the peaks would not be tensors'.
     process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 17)})
-    peaks = watch(process, phase)
+    peaks = watch(process)
     if process.returncode:
         log = directory / "run.log"
-        raise RuntimeError(
-            last_lines(log.read_text(errors="replace"), 30) if log.exists() else "rl.train did not start"
-        )
+        said = last_lines(log.read_text(errors="replace"), 30) if log.exists() else "rl.train did not start"
+        raise RuntimeError(said)
     return peaks, [line for line in read_jsonl(directory / "metrics.jsonl") if "timing_s/step" in line]

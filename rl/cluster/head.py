@@ -173,7 +173,7 @@ async def head(place: JobPosition, config: DictConfig, overrides: list[str], run
         await unless(guards, joined(address, [place.node, *nodes.peers], config))
         signals.install()
         say(f"all nodes are there; starting {config.cluster.program}")
-        overrides = [*overrides, *_as_overrides({"run.dir": str(run_dir), **keys})]
+        overrides += [f"{key}={json.dumps(value)}" for key, value in {"run.dir": str(run_dir), **keys}.items()]
         environment = {"RAY_ADDRESS": address, "RL_RUN_LEASE": lease.token}
         if config.trainer.device == "cpu":
             environment[ON_NODES] = "1"
@@ -266,7 +266,3 @@ async def _train(
         if process.returncode is None:
             process.kill()
             await process.wait()
-
-
-def _as_overrides(keys: dict[str, Any]) -> list[str]:
-    return [f"{key}={json.dumps(value)}" for key, value in keys.items()]

@@ -97,11 +97,9 @@ class Prober:
             if "world" not in order:
                 return {}
             ranks, world = range(order["rank"] * local, (order["rank"] + 1) * local), order["world"] * local
-            asked = zip(self._probes[backend], ranks, strict=True)
+            orders = [{**order, "rank": rank, "world": world} for rank in ranks]
             async with asyncio.timeout(_ROUND_S * 2):
-                answers = await asyncio.gather(
-                    *(_answer(probe, {**order, "rank": rank, "world": world}) for probe, rank in asked)
-                )
+                answers = await asyncio.gather(*map(_answer, self._probes[backend], orders))
         except TimeoutError:
             answers = [{"error": "no answer"}]
         except (OSError, ValueError):
@@ -265,9 +263,8 @@ class Ring:
 
     def plain(self) -> dict[str, Result]:
         """Return the figures by name, for a file."""
-        return {" - ".join(pair): one for pair, one in self.links.items()} | (
-            {"all": self.together} if self.together else {}
-        )
+        pairs = {" - ".join(pair): one for pair, one in self.links.items()}
+        return pairs | ({"all": self.together} if self.together else {})
 
 
 async def probe_ring(ask: Ask, names: Sequence[str], backend: str, store: Order, least: float | None) -> Ring:
@@ -337,9 +334,8 @@ def judge_links(
     If no node has a good link, the cause cannot be told: there is one finding, whose node is "n1, n2".
     """
     speeds = [one["gbs"] for one in links.values() if "gbs" in one]
-    limit = (
-        f"cluster.min_network_gbs is {least}" if least else f"the others have {statistics.median(speeds or [0]):.3g}"
-    )
+    others = f"the others have {statistics.median(speeds or [0]):.3g}"
+    limit = f"cluster.min_network_gbs is {least}" if least else others
 
     def told(one: Result) -> str:
         return one.get("error") or f"{one['gbs']:.3g} GB/s; {limit}"
@@ -370,9 +366,8 @@ def judge_disks(disks: Mapping[str, Result], least: float | None) -> list[NodeFi
                 findings.append(NodeFinding(name, told, True))
             elif speed < _limit(speeds.values(), None):
                 median = statistics.median(speeds.values())
-                findings.append(
-                    NodeFinding(name, f"{how} {where} at {speed:.0f} MB/s; the others at {median:.0f}", False)
-                )
+                told = f"{how} {where} at {speed:.0f} MB/s; the others at {median:.0f}"
+                findings.append(NodeFinding(name, told, False))
     return findings
 
 

@@ -191,9 +191,8 @@ def _watch_nodes(address: str, names: list[str], config: DictConfig, over: threa
             if not missing or over.wait(0.5):
                 break
             if time.monotonic() > end:
-                raise NodeError(
-                    f"{', '.join(missing)}: not in the Ray cluster in {config.cluster.start_timeout_s:.0f} s"
-                )
+                seconds = config.cluster.start_timeout_s
+                raise NodeError(f"{', '.join(missing)}: not in the Ray cluster in {seconds:.0f} s")
     finally:
         ray.shutdown()
     if not over.is_set():

@@ -86,15 +86,12 @@ async def _main(place: JobPosition, config: DictConfig, overrides: list[str], ru
         error.tell()
         code = 2
     except InUse as error:
-        print(f"cluster: {error}; wait for its end, or give another run.dir", file=sys.stderr)
-        code = 2
+        code = program.failed(f"cluster: {error}; wait for its end, or give another run.dir", 2)
     except starts.NoProgress as error:
-        print(f"cluster: {error}", file=sys.stderr)
-        code = 1
+        code = program.failed(f"cluster: {error}")
     except (NodeError, RuntimeError) as error:
         text = f"node {error}" if isinstance(error, NodeError) else f"node {place.node}: {error}"
-        print(f"cluster: {text}", file=sys.stderr)
-        code = UNAVAILABLE
+        code = program.failed(f"cluster: {text}", UNAVAILABLE)
         if isinstance(error, BadNodes) and config.cluster.exclude_bad_nodes and error.names:
             leave_out(error.names)
     sys.stdout.flush()

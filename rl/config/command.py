@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rl.config.compose import CONFIGS, ConfigError, compose, config_folders, package_dir, unresolved
 from rl.config.overrides import nearest, options
-from rollout.program import plain
+from rollout.program import failed, plain
 
 # Folders of configs/ that nobody chooses from.
 _SHARED = ("base", "engine_defaults", "experiment", "twin")
@@ -78,8 +78,7 @@ _MADE = {
 
 def _choose(program: str) -> NoReturn:
     shown = plain(experiments())
-    print(f"config: choose an experiment: python -m {program} +experiment=NAME\n\n{shown}", file=sys.stderr)
-    sys.exit(2)
+    sys.exit(failed(f"config: choose an experiment: python -m {program} +experiment=NAME\n\n{shown}", 2))
 
 
 def show(config: DictConfig, package: str | None = None, resolve: bool = False) -> str:

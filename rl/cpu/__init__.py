@@ -35,12 +35,10 @@ def _gloo_once() -> None:
 
     original = dist.init_process_group
 
-    def init_process_group(backend=None, *args, **kwargs):
+    def init_process_group_cpu(backend=None, *args, **kwargs):
         return original("cpu:gloo" if backend == "cpu:gloo,cpu:gloo" else backend, *args, **kwargs)
 
-    if dist.is_available() and getattr(original, "__name__", "") != "init_process_group_cpu":
-        init_process_group.__name__ = "init_process_group_cpu"
-        dist.init_process_group = init_process_group
+    dist.init_process_group = init_process_group_cpu
 
 
 def _wait(seconds: float) -> None:

@@ -87,13 +87,12 @@ class ZmqCheckpointEngine(CheckpointEngine):
         for socket in self._sending:
             await asyncio.to_thread(socket.send_multipart, [_END, b""])
 
-    async def receive_weights(  # ty: ignore[incompatible-method-override]  an async generator, as verl's own are
+    def receive_weights(  # ty: ignore[incompatible-method-override]  an async generator, as verl's own are
         self, global_steps: int | None = None
     ) -> AsyncIterator[tuple[str, torch.Tensor]]:
         """Yield name and weight until the trainer has sent all."""
         chunks: Any = self._chunks()  # verl's annotation says Generator; it takes an async one, too
-        async for name, weight in merge_weight_chunks(chunks, self.bucket_size):
-            yield name, weight
+        return merge_weight_chunks(chunks, self.bucket_size)
 
     async def _chunks(self) -> AsyncIterator[tuple[TensorMeta, torch.Tensor]]:
         """Yield parts of tensors, each a uint8 vector."""

@@ -42,19 +42,15 @@ class _HostDevice(types.ModuleType):
     set_rng_state = staticmethod(lambda state, *_: torch.set_rng_state(state))
     manual_seed = manual_seed_all = staticmethod(torch.manual_seed)
     mem_get_info = staticmethod(lambda *_: _host_memory())
-    get_device_name = current_device = staticmethod(lambda *_: "cpu")
-    device_count = staticmethod(lambda: 1)
-    is_available = staticmethod(lambda: True)
-    empty_cache = ipc_collect = reset_peak_memory_stats = set_device = synchronize = staticmethod(lambda *_: None)
+    get_device_name = staticmethod(lambda *_: "cpu")
+    empty_cache = ipc_collect = reset_peak_memory_stats = staticmethod(lambda *_: None)
 
 
 class PlatformCPU(PlatformBase):
     """This platform gives verl the host as its only device. Profiling and allocator settings do nothing."""
 
-    _device_module = _HostDevice()
-
-    device_name = vendor_name = property(lambda self: "cpu")
-    device_module = property(lambda self: self._device_module)
+    device_name = vendor_name = "cpu"
+    device_module = _HostDevice()
 
     def is_available(self) -> bool:
         return True

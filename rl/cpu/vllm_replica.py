@@ -74,9 +74,7 @@ class CPUWorkerExtension(vLLMColocateWorkerExtension):
             # Clones: the tensors view shared memory that the next bucket overwrites.
             received.update((name, tensor.clone()) for name, tensor in weights)
 
-        receiver = BucketedWeightReceiver(
-            zmq_handle=self._get_zmq_handle(), device=torch.device("cpu"), use_shm=use_shm
-        )
+        receiver = BucketedWeightReceiver(self._get_zmq_handle(), torch.device("cpu"), use_shm)
         receiver.receive_weights(on_bucket_received=collect)
         self.model_runner.reload_weights(weights_iterator=iter(received.items()))
 

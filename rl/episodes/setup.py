@@ -164,32 +164,16 @@ def _endpoint(key: str, url: str, model: str, protocol: str = "messages", key_en
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings are what a config says about episodes, as plain values.
+    """Settings are a config, and what training and evaluations say of episodes in different ways.
 
-    ``agents``: each with the function that boots its boxes, by name; ``mix``: which plays what, None for one agent.
-    ``max_tokens``: of one reply; ``max_context``: of a prompt and its reply together. ``side_endpoint``: where side
-    calls go; None: to the policy, which is trained on them if ``train_side_calls``. ``roles``: see ``Policy``.
+    ``agents``: each with the function that boots its boxes, by name. ``max_tokens``: of one reply; ``max_context``: of
+    a prompt and its reply together.
     """
 
+    config: DictConfig
     agents: Mapping[str, tuple[Agent, Boot]]
-    mix: Mix | None
-    rules: Rules
-    second_opinion: bool
-    shape: Shape | None
-    grade_timeout_s: float
-    infra_retries: int
-    tool_parser: str
-    reasoning_parser: str | None
-    any_family: bool
-    train_side_calls: bool
-    side_endpoint: SideEndpoint | None
     max_tokens: int
     max_context: int
-    max_calls: int
-    max_body: int
-    max_session_tokens: int
-    roles: Mapping[str, Rule] | None
-    credit: Credit | None
 
 
 def training_settings(config: DictConfig) -> Settings:
@@ -207,30 +191,9 @@ def read_settings(config: DictConfig, *, max_tokens: int, max_context: int, run:
 
     ``run``: the name of the run, which marks its boxes. Raises ConfigError, ValueError and FileNotFoundError.
     """
-    proxy = config.proxy
-    mix, boxes = mix_from(config), kind_of(config.sandbox)
-    agents = agents_from(config, max_tokens, max_context)
-    return Settings(
-        agents={name: (agent, boxes.boot(agent, run)) for name, agent in agents.items()},
-        mix=mix,
-        rules=rules_from(config),
-        second_opinion=config.grading.second_opinion,
-        shape=shape_from(config),
-        grade_timeout_s=config.grading.timeout_s,
-        infra_retries=config.episode.infra_retries,
-        tool_parser=proxy.tool_parser,
-        reasoning_parser=proxy.reasoning_parser,
-        any_family=proxy.any_family,
-        train_side_calls=proxy.side_calls == "train",
-        side_endpoint=side_endpoint_from(config),
-        max_tokens=max_tokens,
-        max_context=max_context,
-        max_calls=proxy.max_calls,
-        max_body=int(proxy.max_body_mb * 2**20),
-        max_session_tokens=proxy.max_session_tokens,
-        roles=roles_from(config),
-        credit=credit_from(config),
-    )
+    boxes, agents = kind_of(config.sandbox), agents_from(config, max_tokens, max_context)
+    booted = {name: (agent, boxes.boot(agent, run)) for name, agent in agents.items()}
+    return Settings(config, booted, max_tokens, max_context)
 
 
 def load_policy(settings: Settings, model: str, tokenizer: Any, model_type: str, engine: Engine) -> Policy:
@@ -239,28 +202,30 @@ def load_policy(settings: Settings, model: str, tokenizer: Any, model_type: str,
     ``model``: directory or hub name of its config.json and generation_config.json; ``model_type``: from the former.
     Raises ValueError for a parser that is not known, and for what does not fit the chat template.
     """
+    config, proxy = settings.config, settings.config.proxy
     renderer = ChatTemplateRenderer(tokenizer, model_type)
-    check_fits(renderer, settings.tool_parser, settings.any_family)
+    check_fits(renderer, proxy.tool_parser, proxy.any_family)
     return Policy(
         engine=engine,
         renderer=renderer,
-        parser=VllmReplyParser(settings.tool_parser, settings.reasoning_parser, tokenizer),
+        parser=VllmReplyParser(proxy.tool_parser, proxy.reasoning_parser, tokenizer),
         tokenizer=tokenizer,
         end_ids=end_ids(tokenizer, generation_config(model)),
         max_tokens=settings.max_tokens,
         max_context=settings.max_context,
-        train_side_calls=settings.train_side_calls,
-        side_endpoint=settings.side_endpoint,
-        max_calls=settings.max_calls,
-        max_body=settings.max_body,
-        max_session_tokens=settings.max_session_tokens,
+        train_side_calls=proxy.side_calls == "train",
+        side_endpoint=side_endpoint_from(config),
+        max_calls=proxy.max_calls,
+        max_body=int(proxy.max_body_mb * 2**20),
+        max_session_tokens=proxy.max_session_tokens,
         vocabulary=vocabulary(model),
-        roles=settings.roles,
+        roles=roles_from(config),
     )
 
 
 def make_setup(settings: Settings, policy: Policy, proxy: ProxyServer) -> Setup:
-    """Return everything that the episodes of a process need."""
+    """Return everything that the episodes of a process need. Raises ValueError that begins with the key."""
+    config, mix = settings.config, mix_from(settings.config)
     name, (agent, boot) = next(iter(settings.agents.items()))
     return Setup(
         policy=policy,
@@ -268,13 +233,13 @@ def make_setup(settings: Settings, policy: Policy, proxy: ProxyServer) -> Setup:
         boot=boot,
         agent=agent,
         name=name,
-        mix=settings.mix,
+        mix=mix,
         agents=settings.agents,
-        grade_timeout_s=settings.grade_timeout_s,
-        rules=settings.rules,
-        second_opinion=settings.second_opinion,
-        shape=settings.shape,
-        credit=settings.credit,
-        infra_retries=settings.infra_retries,
+        grade_timeout_s=config.grading.timeout_s,
+        rules=rules_from(config),
+        second_opinion=config.grading.second_opinion,
+        shape=shape_from(config),
+        credit=credit_from(config),
+        infra_retries=config.episode.infra_retries,
         scratch=Path(scratch) if (scratch := os.environ.get("RL_SOCKET_DIR")) else None,
     )

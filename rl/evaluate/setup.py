@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 
 from rl.config.compose import ConfigError
 from rl.episodes.asking import ask_endpoint
-from rl.episodes.setup import ENDPOINTS, load_policy, make_setup
+from rl.episodes.setup import ENDPOINTS, load_policy, make_setup, roles_from, side_endpoint_from
 from rl.evaluate.config import endpoint_key, settings_of
 from rl.evaluate.serve import ServedModel, ask_server
 from rl.run.vllm_server import SERVED_AS, VllmServer
@@ -61,8 +61,8 @@ def _endpoint(config: DictConfig) -> SideEndpoint:
 def forwarding_setup(config: DictConfig, name: str) -> Setup:
     """Return the set-up in which all calls of the agent go on to the endpoint. name: marks the boxes."""
     settings = settings_of(config, config.max_context or _HOSTED_CONTEXT, name)
-    proxy = PassThrough(_endpoint(config), settings.side_endpoint, settings.max_calls, settings.max_tokens)
-    proxy.policy = replace(proxy.policy, roles=settings.roles)
+    proxy = PassThrough(_endpoint(config), side_endpoint_from(config), config.proxy.max_calls, settings.max_tokens)
+    proxy.policy = replace(proxy.policy, roles=roles_from(config))
     return make_setup(settings, proxy.policy, proxy)
 
 

@@ -56,12 +56,6 @@ def _key(config: DictConfig) -> str:
     return hashlib.sha256(json.dumps(decides, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def _leased(directory: Path) -> RunLease:
-    lease = RunLease(directory)
-    lease.take()
-    return lease
-
-
 def _read_key(directory: Path) -> str | None:
     path = directory / "run.json"
     return json.loads(path.read_text())["key"] if path.exists() else None
@@ -78,16 +72,15 @@ def open_run(config: DictConfig) -> RunDirectory:
     if config.run.dir:
         directory = Path(config.run.dir).resolve()
         directory.mkdir(parents=True, exist_ok=True)
-        return _opened(config, directory, key, _leased(directory))
+        return _opened(config, directory, key)
 
     parent = Path(config.run.root).resolve() / config.trainer.experiment_name
     found = sorted((d for d in parent.iterdir() if d.is_dir()), reverse=True) if parent.is_dir() else []
     for directory in found:
         if _read_key(directory) == key and not (directory / "done").exists():
             with contextlib.suppress(InUse):
-                return _opened(config, directory, key, _leased(directory))
-    directory = _make(parent, time.strftime("%Y-%m-%d_%H-%M-%S"))
-    return _opened(config, directory, key, _leased(directory))
+                return _opened(config, directory, key)
+    return _opened(config, _make(parent, time.strftime("%Y-%m-%d_%H-%M-%S")), key)
 
 
 def _make(parent: Path, name: str) -> Path:
@@ -102,7 +95,10 @@ def _make(parent: Path, name: str) -> Path:
             directory = parent / f"{name}_{number}"
 
 
-def _opened(config: DictConfig, directory: Path, key: str, lease: RunLease) -> RunDirectory:
+def _opened(config: DictConfig, directory: Path, key: str) -> RunDirectory:
+    """Take the lease of a directory, and make it the config's. Raises RuntimeError (InUse)."""
+    lease = RunLease(directory)
+    lease.take()
     resumed = _read_key(directory) is not None
     config.run.dir = str(directory)
     saved = Path(config.trainer.default_local_dir).resolve()

@@ -12,7 +12,6 @@ the worker's process group; how it ended is not known, so its exit code is given
 Only the standard library is imported here at the top: the part that Ray runs must start in no time.
 """
 
-import array
 import gc
 import importlib
 import json
@@ -132,10 +131,7 @@ def _become(connection: socket.socket, path: str) -> None:
     """Go on as the process that has connected, or as one that it starts with multiprocessing."""
     import runpy
 
-    size = array.array("i").itemsize
-    space = socket.CMSG_SPACE(_DESCRIPTORS * size)
-    data, ancillary, _, _ = connection.recvmsg(_MESSAGE, space, socket.MSG_CMSG_CLOEXEC)
-    descriptors = array.array("i", ancillary[0][2]).tolist()
+    data, descriptors, _, _ = socket.recv_fds(connection, _MESSAGE, _DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
     connection.close()
     for number, stream in enumerate(descriptors[:3]):
         os.dup2(stream, number)
@@ -203,8 +199,7 @@ def _send(path: str, arguments: list[str] | None, group: int, *descriptors: int)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MESSAGE)
         connection.connect(path)
-        streams = array.array("i", [0, 1, 2, *descriptors])
-        connection.sendmsg([json.dumps(told).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, streams)])
+        socket.send_fds(connection, [json.dumps(told).encode()], [0, 1, 2, *descriptors])
 
 
 if __name__ == "__main__":

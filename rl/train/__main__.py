@@ -16,7 +16,6 @@ if __name__ == "__main__":  # the imports take seconds, in which a scheduler may
 import contextlib
 import functools
 import gc
-import importlib
 import os
 import secrets
 import sys
@@ -42,6 +41,7 @@ from rl.run.store import storing
 from rl.run.weights import Weights, adopt, merge
 from rl.train import starts, unfinished
 from rollout import program
+from rollout.dotted import attribute
 from rollout.sandbox import directory
 
 
@@ -49,8 +49,7 @@ def prepare(config: DictConfig, screen: Screen) -> None:
     """Call the config's ``prepare`` ("module:function") and set the keys that it returns."""
     if not config.prepare:
         return
-    module, _, function = config.prepare.partition(":")
-    for key, value in getattr(importlib.import_module(module), function)(config, screen).items():
+    for key, value in attribute(config.prepare)(config, screen).items():
         OmegaConf.update(config, key, value, force_add=True)
 
 
@@ -243,10 +242,8 @@ def start(
 
 def continues(run: RunDirectory) -> str:
     """Return what the user of a failed run has to know besides the cause."""
-    step = run.checkpoint_step
-    return (
-        f"the same command continues {f'after step {step}' if step else 'from the start'}; log: {run.dir / 'run.log'}"
-    )
+    after = f"after step {step}" if (step := run.checkpoint_step) else "from the start"
+    return f"the same command continues {after}; log: {run.dir / 'run.log'}"
 
 
 def report(failure: BaseException, run: RunDirectory, screen: Screen) -> int:
@@ -296,11 +293,9 @@ def main() -> None:
         error.tell()
         sys.exit(2)
     except RuntimeError as error:
-        print(f"config: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(program.failed(f"config: {error}", 2))
     except starts.NoProgress as error:
-        print(error, file=sys.stderr)
-        sys.exit(1)
+        sys.exit(program.failed(str(error)))
     began = time.monotonic()
     for step in checkpoints.tidy(run.checkpoints, config.trainer.max_actor_ckpt_to_keep):
         screen.say(f"removed the checkpoint of step {step}, which was not written to its end")
@@ -314,9 +309,7 @@ def main() -> None:
     socket_directory(sockets, config.cluster.local_dir)
     progress = RunProgress(run.dir, config.trainer.total_training_steps, screen)
     witness = watch.Witness(
-        lambda cause: f"{cause or 'the trainer was killed'}; {continues(run)}",
-        screen.fileno(),
-        noted(sockets),
+        lambda cause: f"{cause or 'the trainer was killed'}; {continues(run)}", screen.fileno(), noted(sockets)
     )
     run.lease.renew(witness.tell)
     failure: BaseException | None = None

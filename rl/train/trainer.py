@@ -102,9 +102,8 @@ class EpisodeTrainer(PPOTrainer):
         self.draws: unfinished.Draws | None = None  # prompts of this step, where its rollout can be interrupted
         self.trained: set[str] = set()  # rows of this batch that count in the loss
         self.lone_groups = 0  # groups of this step that had one episode and were not replaced
-        self.unrecorded: tuple[KVBatchMeta, dict[str, Any]] | None = (
-            None  # batch and metrics of a step without a record
-        )
+        # Batch and metrics of a step without a record.
+        self.unrecorded: tuple[KVBatchMeta, dict[str, Any]] | None = None
         # verl reduces an episode of several rows to one for GRPO alone; RLOO's advantage is GRPO's, scaled.
         self.leaves_one_out = config.algorithm.adv_estimator == "rloo"
         if self.leaves_one_out:
@@ -420,14 +419,12 @@ class EpisodeTrainer(PPOTrainer):
         if self.use_critic or is_distillation_enabled(self.config.get("distillation")):
             return super()._update_actor(batch, metrics)  # with verl's fixed number of rows per update
         actor = self.config.actor_rollout_ref.actor
-        counted = len(
-            {session_of(key) for key in self.trained} if self.config.episode.weigh_by_episode else self.trained
-        )
+        counted = {session_of(key) for key in self.trained} if self.config.episode.weigh_by_episode else self.trained
         batch.extra_info = (batch.extra_info or {}) | {
             "calculate_entropy": actor.calculate_entropy or actor.entropy_coeff != 0.0,
             "distillation_use_topk": False,
             "distillation_only": False,
-            "global_batch_size": max(counted, 1) / self.updates,  # sums of row losses are divided by it
+            "global_batch_size": max(len(counted), 1) / self.updates,  # sums of row losses are divided by it
             "mini_batch_size": len(batch) // self.updates,
             "epochs": actor.ppo_epochs,
             "seed": actor.data_loader_seed,

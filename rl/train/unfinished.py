@@ -208,10 +208,10 @@ class Draws:
             sessions = list(dict.fromkeys(map(session_of, keys.get(uid, []))))
             if uid in replaced:
                 groups.append(DrawnGroup(uid, task, REPLACED, *replaced[uid]))
-            elif items[uid]["status"] in ("finished", "failure"):
-                groups.append(DrawnGroup(uid, task, items[uid]["status"], sessions))
             else:
-                groups.append(DrawnGroup(uid, task, "running", sessions))
+                status = items[uid]["status"]
+                ended = status in ("finished", "failure")
+                groups.append(DrawnGroup(uid, task, status if ended else "running", sessions))
         kept = UnfinishedStep(self.step - 1, [*groups, *self.left], lost, ended)
 
         def fetch(group: DrawnGroup) -> list[Row]:

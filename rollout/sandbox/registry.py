@@ -61,7 +61,9 @@ def estimate(images: Sequence[str], ask: Callable[[str], dict[str, int]], sample
 def layers(image: str, pulls: Pulls) -> dict[str, int]:
     """Return the compressed size in bytes of each layer of an image, by digest. Blocks. Raises OSError."""
     host, path = split(pulls.address(image))
-    name, reference = path.split("@") if "@" in path else with_tag(path)
+    name, _, reference = path.partition("@")
+    if not reference:
+        name, reference = with_tag(path)
     try:
         manifest = _get(host, name, reference)
         if "manifests" in manifest:

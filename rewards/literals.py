@@ -68,11 +68,9 @@ class Pool:
             if not spots:
                 return None
             at = 2 + self.draw.choice(spots)
-            return (
-                source[:at]
-                + ("10"[int(source[at] == "1")] if source[1] in "bB" else self._near(source[at]))
-                + source[at + 1 :]
-            )
+            digit = source[at]
+            new = "10"[int(digit == "1")] if source[1] in "bB" else str((int(digit) + self.draw.choice((1, 7))) % 8)
+            return source[:at] + new + source[at + 1 :]
         spots = [m.start() for m in re.finditer("[0-9]", re.split("[eEjJ]", source)[0])]
         leading = [at for at in spots if source[at] != "0"]
         spots = leading[:2] if len(leading) > 1 else leading or spots[:1]
@@ -96,9 +94,6 @@ class Pool:
         weights = [0 if str(n) == old or (leading and not n) else weight for n, weight in enumerate(_DIGITS)]
         return str(self.draw.choices(range(10), weights)[0])
 
-    def _near(self, digit: str) -> str:
-        return str((int(digit) + self.draw.choice((1, 7))) % 8)
-
     def _text(self, prefix: str, quote: str, body: str) -> str | None:
         plain = "\\" not in body and "r" not in prefix and len(quote) == 1
         if plain and (not body or self.draw.random() < 0.3):
@@ -121,16 +116,11 @@ class Pool:
     def _word(self, old: str) -> str:
         """Return a word of the file, of the same length and case if there is one, or the same with another letter."""
         style = [check(old) for check in _STYLES]
-        same = [w for w in self.words if len(w) == len(old) and w != old and [check(w) for check in _STYLES] == style]
-        if same:
-            return self.draw.choice(same)
-        if len(old) > 2:
-            near = [
-                w for w in self.words
-                if abs(len(w) - len(old)) <= 2 and w != old and [check(w) for check in _STYLES] == style
-            ]  # fmt: skip
-            if near:
-                return self.draw.choice(near)
+        alike = [w for w in self.words if w != old and [check(w) for check in _STYLES] == style]
+        same = [w for w in alike if len(w) == len(old)]
+        near = [w for w in alike if abs(len(w) - len(old)) <= 2] if len(old) > 2 else []
+        if same or near:
+            return self.draw.choice(same or near)
         at = self.draw.randrange(len(old))
         letters = "aeiou" if old[at] in "aeiou" else "AEIOU" if old[at] in "AEIOU" else "bcdfglmnprst"
         letter = self.draw.choice([one for one in letters if one != old[at].lower()])

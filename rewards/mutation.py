@@ -32,17 +32,13 @@ _SAME = re.compile(r"(allclose|isclose|array_equal|array_equiv|equals|startswith
 _RAISING = re.compile(r"(?i)(raises|warns)")
 _SWALLOWING = ("raises", "Raises", "suppress", "subtest", "warns", "Warns")  # contexts that may swallow a failure
 _SWAPS = {
-    "assertTrue": "assertFalse", "assertIsNone": "assertIsNotNone", "assertGreater": "assertLess",
+    "assertTrue": "assertFalse", "assertFalse": "assertTrue", "assertIsNone": "assertIsNotNone",
+    "assertIsNotNone": "assertIsNone", "assertGreater": "assertLess", "assertLess": "assertGreater",
     "assertGreaterEqual": "assertLess", "assertLessEqual": "assertGreater", "assertIn": "assertNotIn",
-    "assertEqual": "assertNotEqual", "assertIs": "assertIsNot", "assertIsInstance": "assertNotIsInstance",
+    "assertNotIn": "assertIn", "assertEqual": "assertNotEqual", "assertNotEqual": "assertEqual",
+    "assertIs": "assertIsNot", "assertIsNot": "assertIs", "assertIsInstance": "assertNotIsInstance",
+    "assertNotIsInstance": "assertIsInstance",
 }  # fmt: skip
-_SWAPS.update(
-    {
-        new: old
-        for old, new in list(_SWAPS.items())
-        if new not in _SWAPS and not old.endswith("rEqual") and not old.endswith("sEqual")
-    }
-)
 _TURNS = ("assertTrue", "assertFalse", "assertIsNone", "assertIsNotNone", "assertGreater", "assertLess")
 _OPERATORS: dict[type, tuple[str, str]] = {
     ast.Lt: ("<", ">"), ast.Gt: (">", "<"), ast.LtE: ("<=", ">"), ast.GtE: (">=", "<"), ast.Is: ("is", "is not"),
@@ -237,21 +233,16 @@ class _Finder:
             for argument in (*call.args, *(one.value for one in call.keywords)):
                 self._literals(argument, _GIVEN, reached)
             return
-        if name in ("assertTrue", "assertFalse", "assert_", "assertIs") and call.args:
-            if name != "assertFalse" and name != "assertIs":
-                inner: list = []
-                _Inner(self._module, inner)._test(call.args[0], reached)
-                self._found += [one for one in inner if one[2] not in ("negation",)]
-            elif name == "assertIs" and len(call.args) > 1:
-                self._equal(call.args[0], call.args[1], reached)
-            else:
-                self._literals(call.args[0], _INSIDE, reached)
+        if name in ("assertTrue", "assert_") and call.args:
+            self._test(call.args[0], reached)
+        elif name in ("assertEqual", "assertEquals", "assert_equal", "assertIs") and len(call.args) > 1:
+            self._equal(call.args[0], call.args[1], reached)
+        elif name in ("assertFalse", "assertIs") and call.args:
+            self._literals(call.args[0], _INSIDE, reached)
         elif _RAISING.search(name):
             self._context(call, reached)
             for argument in call.args[1:]:
                 self._literals(argument, _GIVEN, reached)
-        elif name in ("assertEqual", "assertEquals", "assert_equal") and len(call.args) > 1:
-            self._equal(call.args[0], call.args[1], reached)
         else:
             equal = _EQUAL.match(name)
             for argument in call.args:
@@ -326,13 +317,9 @@ class _Finder:
     def _literals(self, node: Any, rank: int, reached: bool) -> None:
         for leaf, direct in leaves(node):
             if _is(leaf, (True, False, None)):
-                self._literal(leaf, max(rank, _TURNED) if rank == _COMPARED else _GIVEN, False)
+                self._literal(leaf, _TURNED if rank == _COMPARED else _GIVEN, False)
             else:
-                self._literal(
-                    leaf,
-                    rank if direct or rank == _GIVEN else max(rank, _INSIDE),
-                    reached and direct and rank == _COMPARED,
-                )
+                self._literal(leaf, rank if direct else max(rank, _INSIDE), reached and direct and rank == _COMPARED)
 
     def _literal(self, leaf: Any, rank: int, sure: bool) -> None:
         self._add(rank, sure, "literal", lambda: [self._module.changed(leaf)], unreached=False)
@@ -340,14 +327,6 @@ class _Finder:
     def _add(self, rank: int, reached: bool, kind: str, make: Callable[[], list], unreached: bool = True) -> None:
         # What may not be reached is changed only if nothing else can be.
         self._found.append((rank if reached or not unreached else rank + 5, reached, f"{kind} {rank}", make))
-
-
-class _Inner(_Finder):
-    """This collects the places of an expression alone."""
-
-    def __init__(self, module: Module, found: list) -> None:
-        self._module, self._found = module, found
-        self._names, self._rows = set(), {}
 
 
 def _expected(function: Any) -> set:

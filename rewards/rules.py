@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from rewards.patch import FileDiff, left_out, patched_by, split
 from rewards.task import Task
@@ -119,19 +120,14 @@ class Rules:
     ) -> None:
         self.needs_second_opinion = needs_second_opinion
         self._drop = [(not pattern.startswith("!"), _glob(pattern.removeprefix("!"))) for pattern in drop]
-        self._added: dict[str, re.Pattern[bytes]] = {}
-        self._path: dict[str, re.Pattern[str]] = {}
-        self._command: dict[str, re.Pattern[str]] = {}
+        self._flags: dict[str, dict[str, re.Pattern[Any]]] = {"added": {}, "path": {}, "command": {}}
         for name, rule in (flags or {}).items():
-            if not rule or set(rule) - {"added", "path", "command"}:
+            if not rule or set(rule) - set(self._flags):
                 raise ValueError(f"flag {name}: needs `added`, `path` or `command`, and nothing else")
             try:
-                if "added" in rule:
-                    self._added[name] = re.compile(rule["added"].encode(), re.MULTILINE)
-                if "path" in rule:
-                    self._path[name] = re.compile(rule["path"])
-                if "command" in rule:
-                    self._command[name] = re.compile(rule["command"])
+                for what, text in rule.items():
+                    in_bytes = what == "added"
+                    self._flags[what][name] = re.compile(text.encode(), re.MULTILINE) if in_bytes else re.compile(text)
             except re.error as error:
                 raise ValueError(f"flag {name}: {error}") from error
 
@@ -145,7 +141,7 @@ class Rules:
 
     def flagged(self, verdict: Verdict, commands: Iterable[str]) -> Verdict:
         """Return the verdict with the flags of what the agent ran and read, too."""
-        found = {name for text in commands for name, pattern in self._command.items() if pattern.search(text)}
+        found = {name for text in commands for name, pattern in self._flags["command"].items() if pattern.search(text)}
         return replace(verdict, flags=tuple(sorted(found.union(verdict.flags))))
 
     def screen(self, task: Task, patch: bytes) -> ScreenedPatch:
@@ -180,8 +176,8 @@ class Rules:
                 kept.append(file)
             elif not taken and not named.intersection(file.paths) and _unsure(file):
                 unsure.append(file)
-            flags.update(name for name, pattern in self._added.items() if pattern.search(file.added))
-            flags.update(name for name, pattern in self._path.items() if any(map(pattern.search, file.paths)))
+            flags.update(name for name, pattern in self._flags["added"].items() if pattern.search(file.added))
+            flags.update(name for name, pattern in self._flags["path"].items() if any(map(pattern.search, file.paths)))
         return ScreenedPatch(kept, tuple(sorted(dropped)), tuple(sorted(flags)), tuple(unsure), modules)
 
 

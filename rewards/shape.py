@@ -68,13 +68,10 @@ class Shape:
             raise ValueError(f"max_penalty is {penalty}, so a resolved episode could be worth nothing; keep it below 1")
 
     @classmethod
-    def of(
-        cls, fail_to_pass: float, turn_penalty: float, token_penalty: float, max_penalty: float, function: str | None
-    ) -> Shape | None:
+    def of(cls, function: str | None, **numbers: float) -> Shape | None:
         """Make a shape from a config's values; return None if all of them are off. Raises ValueError."""
-        loaded = load(function) if function else None
-        shape = cls(fail_to_pass, turn_penalty, token_penalty, max_penalty, loaded)
-        return shape if loaded or fail_to_pass or turn_penalty or token_penalty else None
+        shape = cls(**numbers, function=load(function) if function else None)
+        return shape if shape.function or shape.fail_to_pass or shape.turn_penalty or shape.token_penalty else None
 
     def __call__(self, verdict: Verdict, task: Task, effort: Effort) -> Verdict:
         """Return the verdict with its shaped reward; it becomes REWARD_FAILED if the function fails."""

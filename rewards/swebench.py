@@ -15,9 +15,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import importlib
 import re
 import tempfile
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +28,7 @@ from rewards.contradiction import contradicted, readable
 from rewards.graders import Grader
 from rewards.grading import TAIL, Grading, RefusedError
 from rewards.patch import FileDiff, PatchError, split
+from rewards.task import Task
 from rewards.verdict import Reason, Verdict
 from rollout.sandbox import ExecResult
 
@@ -45,28 +47,31 @@ class SweBench(Grader):
 
     async def judge(self, grading: Grading) -> Verdict:
         """See Grader."""
-        harness, task = await asyncio.to_thread(_harness), grading.task
-        if task.log_parser not in harness.parsers:
+        await asyncio.to_thread(warm_up)
+        from swebench.harness.log_parsers import PARSER_REGISTRY
+        from swebench.harness.utils import make_test_spec
+
+        task = grading.task
+        if task.log_parser not in PARSER_REGISTRY:
             return Verdict(Reason.TASK_INVALID, f"swebench has no parser {task.log_parser!r}")
-        spec = harness.make_test_spec(task.to_row())
         # swebench's markers go to stderr (they are lines of the shell's trace) and the results to stdout; in one
         # stream they stay in order.
-        script = spec.eval_script.replace("\n", "\nexec 2>&1\n", 1)
+        script = make_test_spec(task.to_row()).eval_script.replace("\n", "\nexec 2>&1\n", 1)
         rewriting = second.Rewriting(task)
         if not grading.second_opinion or not rewriting.possible:
-            verdict = (await _run(grading, harness, spec, script, "")).verdict
+            verdict = (await _run(grading, script, "")).verdict
             if verdict.reason is None and grading.second_opinion:
                 return grading.alone(verdict, "the tests are no functions of Python files")
             return verdict
         script = rewriting.script(script)
-        verdict = (await _run(grading, harness, spec, script, rewriting.program(wrong=False))).verdict
+        verdict = (await _run(grading, script, rewriting.program(wrong=False))).verdict
         if verdict.reason is not None:
             return verdict
         wrong = rewriting.program(wrong=True)
-        run, gold = await _run(grading, harness, spec, script, wrong), None
+        run, gold = await _run(grading, script, wrong), None
         if rewriting.changed(run.log) and second.suspicious(rewriting, run) and task.patch:
             with contextlib.suppress(PatchError):  # a gold patch that cannot be read was never applied
-                gold = await _run(grading, harness, spec, script, wrong, split(task.patch.encode()))
+                gold = await _run(grading, script, wrong, split(task.patch.encode()))
         disagrees, alone = second.compared(rewriting, run, gold)
         if disagrees or alone:
             return disagrees or grading.alone(verdict, alone)
@@ -75,59 +80,50 @@ class SweBench(Grader):
 
 def warm_up() -> None:
     """Import swebench, which takes seconds; call this in a thread before the first grading."""
-    _harness()
+    for part in _PARTS:
+        importlib.import_module(part)
 
 
-async def _run(
-    grading: Grading, harness: _Harness, spec: Any, script: str, program: str, files: Sequence[FileDiff] | None = None
-) -> second.SuiteRun:
+async def _run(grading: Grading, script: str, program: str, files: Sequence[FileDiff] | None = None) -> second.SuiteRun:
     """Run the tests once, with these files instead of the patch's if there are any."""
+    from swebench.harness.log_parsers import PARSER_REGISTRY
+
     try:
         run = await grading.run(script, program, files)
     except RefusedError as error:
         return second.SuiteRun(error.verdict, "", ())
     log = run.stdout.decode(errors="replace")
     log = log.replace("\r\n", "\n").replace("\r", "\n")  # as swebench reads a file: nothing may hide behind a "\r"
-    more = script, replace(run, stdout=b"", stderr=b""), log, grading.timeout_s, grading.task.not_passing
+    what = grading.task, script, replace(run, stdout=b"", stderr=b""), log, grading.timeout_s
+    here = len(log) <= _LONG and PARSER_REGISTRY[grading.task.log_parser].__name__ in _QUICK
     try:
-        if len(log) <= _LONG and harness.parsers[spec.log_parser].__name__ in _QUICK:
-            verdict, passed = await asyncio.to_thread(_judge, harness, spec, *more)
-        else:
-            row = grading.task.to_row()
-            judged: Any = await asyncio.to_thread(apart, _LONGEST_S, _PARTS, _judge_row, row, *more)
-            verdict, passed = judged
+        judge: Any = _judge if here else functools.partial(apart, _LONGEST_S, _PARTS, _judge)
+        verdict, passed = await asyncio.to_thread(judge, *what)
     except TimeoutError as error:
         verdict, passed = Verdict(Reason.LOG_UNPARSABLE, f"reading the log: {error}", log_tail=log[-TAIL:]), set()
     return second.SuiteRun(verdict, log, passed)
 
 
-def _judge_row(row: dict[str, Any], *more: Any) -> tuple[Verdict, set[str]]:
-    harness = _harness()
-    return _judge(harness, harness.make_test_spec(row), *more)
-
-
-def _judge(
-    harness: _Harness,
-    spec: Any,
-    script: str,
-    run: ExecResult,
-    log: str,
-    timeout_s: float,
-    not_passing: Collection[str] | None,
-) -> tuple[Verdict, set[str]]:
+def _judge(task: Task, script: str, run: ExecResult, log: str, timeout_s: float) -> tuple[Verdict, set[str]]:
     """Return the verdict on a log, and the tests in it that did not fail."""
+    from swebench.harness.constants import END_TEST_OUTPUT, START_TEST_OUTPUT, TEST_EXIT_CODE
+    from swebench.harness.grading import get_eval_report, get_logs_eval
+    from swebench.harness.log_parsers import PARSER_REGISTRY
+    from swebench.harness.utils import make_test_spec
+
+    spec = make_test_spec(task.to_row())
     tail = log[-TAIL:]
     if run.timed_out:
         return Verdict(Reason.TEST_TIMEOUT, f"the tests did not end within {timeout_s:.0f} s", log_tail=tail), set()
     if (run.returncode or 0) > 128:  # 128 itself is a status of git, which may be the script's last command
         detail = f"the eval script was killed (signal {(run.returncode or 0) - 128})"
         return Verdict(Reason.LOG_UNPARSABLE, detail, log_tail=tail), set()
-    for marker in harness.markers:
+    for marker in (START_TEST_OUTPUT, END_TEST_OUTPUT, TEST_EXIT_CODE):
         if log.count(marker) > _prints(script, marker):
             detail = f"the eval script does not print {marker!r} so often"
             return Verdict(Reason.LOG_FORGED, detail, log_tail=tail), set()
     expected = (*spec.FAIL_TO_PASS, *spec.PASS_TO_PASS)
-    parse = functools.lru_cache(1)(functools.partial(harness.parsers[spec.log_parser], test_spec=spec))
+    parse = functools.lru_cache(1)(functools.partial(PARSER_REGISTRY[spec.log_parser], test_spec=spec))
     log = readable(statuses.shortened(log, _MOST_LINES), parse)
     if torn := contradicted(log, expected, parse):
         return Verdict(Reason.RESULTS_DISAGREE, f"{torn} failed and passed", log_tail=tail), set()
@@ -135,8 +131,8 @@ def _judge(
         file.write(log)
         file.flush()
         prediction = {"instance_id": spec.instance_id, "model_name_or_path": "", "model_patch": "-"}
-        report = harness.get_eval_report(spec, prediction, file.name, True)[spec.instance_id]
-        found, _ = harness.get_logs_eval(spec, file.name)
+        report = get_eval_report(spec, prediction, file.name, True)[spec.instance_id]
+        found, _ = get_logs_eval(spec, file.name)
     if not report["patch_successfully_applied"]:  # swebench's name for "the log has test results"
         detail = "the log was cut at the output limit" if run.truncated else ""
         return Verdict(Reason.LOG_UNPARSABLE, detail, log_tail=tail), set()
@@ -144,7 +140,7 @@ def _judge(
     passed = {name for name, status in found.items() if status == "PASSED"}
     odd: list[str] = []
     if spec.eval_type == "pass_and_fail":
-        tests, odd = statuses.without_skipped(tests, passed, not_passing)
+        tests, odd = statuses.without_skipped(tests, passed, task.not_passing)
     passed = {name for name, status in found.items() if status not in ("FAILED", "ERROR")}
     verdict = Verdict(None, tests=tests, log_tail=tail, not_passing=odd)
     if report["resolved"] and not any(kind["failure"] for kind in tests.values()):
@@ -162,23 +158,3 @@ def _prints(script: str, marker: str) -> int:
     traced = re.search(r"^set -[a-z]*x", script, re.MULTILINE) is not None
     lines = [line.strip() for line in script.splitlines() if marker in line]
     return sum(traced + line.startswith("echo") for line in lines)
-
-
-class _Harness:
-    """This holds the parts of swebench that are used here; importing it takes seconds."""
-
-    def __init__(self) -> None:
-        from swebench.harness.constants import END_TEST_OUTPUT, START_TEST_OUTPUT, TEST_EXIT_CODE
-        from swebench.harness.grading import get_eval_report, get_logs_eval
-        from swebench.harness.log_parsers import PARSER_REGISTRY
-        from swebench.harness.utils import make_test_spec
-
-        self.markers = (START_TEST_OUTPUT, END_TEST_OUTPUT, TEST_EXIT_CODE)
-        self.parsers = PARSER_REGISTRY
-        self.get_eval_report, self.get_logs_eval = get_eval_report, get_logs_eval
-        self.make_test_spec = make_test_spec
-
-
-@functools.cache
-def _harness() -> _Harness:
-    return _Harness()

@@ -125,7 +125,7 @@ class Task:
         """Make a task of one row after checking it. Raises TaskError, which names the instance and the field."""
         named = row.get("grader") or graders.SWE_BENCH
         swe_bench = _checked(row, "grader", named) == graders.SWE_BENCH
-        values = {name: _text(row, name) for name in ALWAYS}
+        values: dict[str, Any] = {name: _text(row, name) for name in ALWAYS}
         for name in ("version", "base_commit"):
             values[name] = _text(row, name) if swe_bench or row.get(name) is not None else ""
         if swe_bench:
@@ -147,14 +147,10 @@ class Task:
             raise _wrong(row, "hidden_paths", f"{strange[0]!r} is not a path below the work tree or the root")
         task = cls(
             **values,
+            **tests,
+            **{"patch": None, **given},
             grader=named,
             grading="" if swe_bench else _object(row, "grading"),
-            FAIL_TO_PASS=tests["FAIL_TO_PASS"],
-            PASS_TO_PASS=tests["PASS_TO_PASS"],
-            patch=given.get("patch"),
-            setup_patch=given.get("setup_patch"),
-            agent=given.get("agent"),
-            workdir=given.get("workdir"),
             difficulty=_difficulty(row),
             hidden_paths=hidden,
             not_passing=_strings(row, "not_passing") if row.get("not_passing") is not None else None,

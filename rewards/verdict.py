@@ -22,6 +22,7 @@ class Outcome(StrEnum):
 class Reason(StrEnum):
     """A Reason says why a task was not resolved. The first group are the policy's failures, the others are ours."""
 
+    # the policy's
     EMPTY_PATCH = "empty_patch"
     PATCH_TOO_LARGE = "patch_too_large"
     PATCH_APPLY_FAILED = "patch_apply_failed"
@@ -34,6 +35,7 @@ class Reason(StrEnum):
     NO_SECOND_OPINION = "no_second_opinion"  # resolved, but no test could be made wrong, and grading needs that
     NOT_GRADED = "not_graded"  # nobody asked: it has no reward
 
+    # ours, which are no reward of 0
     AGENT_CRASHED = "agent_crashed"
     ENGINE_FAILED = "engine_failed"
     PROXY_FAILED = "proxy_failed"  # it stopped while the agent worked, or the episode got no socket
@@ -62,21 +64,8 @@ class Reason(StrEnum):
         return self not in _POLICY
 
 
-_POLICY = frozenset(
-    {
-        Reason.EMPTY_PATCH,
-        Reason.PATCH_TOO_LARGE,
-        Reason.PATCH_APPLY_FAILED,
-        Reason.FORBIDDEN_PATH_ONLY,
-        Reason.TESTS_FAILED,
-        Reason.TEST_TIMEOUT,
-        Reason.LOG_UNPARSABLE,
-        Reason.LOG_FORGED,
-        Reason.RESULTS_DISAGREE,
-        Reason.NO_SECOND_OPINION,
-        Reason.NOT_GRADED,
-    }
-)
+_REASONS = tuple(Reason)
+_POLICY = frozenset(_REASONS[: _REASONS.index(Reason.AGENT_CRASHED)])
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import ast
 import json
 import re
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from rollout.proxy.messages import Block
 from rollout.proxy.parsers import FORMATS
@@ -21,21 +21,10 @@ _CLOSED = ("</think>", "</seed:think>", "◁/think▷")
 _SILENT = re.compile(rf"\s*(?:{'|'.join(_OPENED)})?\s*(?:{'|'.join(_CLOSED)})")
 
 
-class Reading(Protocol):
-    """A Reading compares texts with content blocks."""
-
-    def agrees(self, text: str, sent: Sequence[Block], calls: bool) -> bool:
-        """Tell whether ``text`` says exactly the blocks ``sent``, without ids. ``calls``: whether it may have calls."""
-        ...
-
-    def malformed(self, text: str, sent: Sequence[Block], calls: bool) -> bool:
-        """Tell whether ``text``, sent as ``sent``, has parts of a call that were not read as one."""
-        ...
-
-
 class FormatReading:
-    """A FormatReading reads one format. ``spec``: as in ``ReplyParser``; ``trimmed``: strings may have lost the
-    white space at their ends, as in records before version 3. Raises ValueError if the format is not known."""
+    """A FormatReading compares texts of one format with content blocks. ``spec``: as in ``ReplyParser``; ``trimmed``:
+    strings may have lost the white space at their ends, as in records before version 3. Raises ValueError if the format
+    is not known."""
 
     def __init__(self, spec: str, trimmed: bool = False) -> None:
         tool, _, reasoning = spec.partition("+")
@@ -44,7 +33,7 @@ class FormatReading:
         self._format, self._thinks, self._trimmed = FORMATS[tool](), bool(reasoning), trimmed
 
     def agrees(self, text: str, sent: Sequence[Block], calls: bool) -> bool:
-        """Implement Reading.agrees."""
+        """Tell whether ``text`` says exactly the blocks ``sent``, without ids. ``calls``: whether it may have calls."""
         rests = [text]
         if self._thinks and sent and sent[0]["type"] == "thinking":
             rests, sent = self._after_thinking(text, sent[0]["thinking"]), sent[1:]
@@ -57,7 +46,7 @@ class FormatReading:
         return any(list(sent) == [{"type": "text", "text": rest}] for rest in rests)
 
     def malformed(self, text: str, sent: Sequence[Block], calls: bool) -> bool:
-        """Implement Reading.malformed."""
+        """Tell whether ``text``, sent as ``sent``, has parts of a call that were not read as one."""
         if not calls or any(block["type"] == "tool_use" for block in sent):
             return False
         if said := "".join(block["text"] for block in sent if block["type"] == "text"):

@@ -81,7 +81,5 @@ class ReplayEngine:
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
     """Return how many tokens two prompts share from the start."""
-    for at, (a, b) in enumerate(zip(one, other, strict=False)):
-        if a != b:
-            return at
-    return min(len(one), len(other))
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))

@@ -56,45 +56,36 @@ class Agent(Protocol):
     def programs(self) -> Sequence[Path]:
         """Return the files and directories of this machine that a run needs; boxes show them, read-only, under the same
         paths."""
-        ...
 
     @property
     def timeout_s(self) -> float:
         """Return the wall seconds after which a run is ended."""
-        ...
 
     @property
     def leaves(self) -> Sequence[str]:
         """Return the files and folders in HOME in which a run leaves its own account of itself."""
-        ...
 
     @property
     def covers(self) -> Mapping[Path, str]:
         """Return directories of this machine by the places inside at which boxes made from images show them, read-only,
         in place of what the image has there."""
-        ...
 
     def argv(self, home: str) -> list[str]:
         """Return the command line of a run in a box with this HOME."""
-        ...
 
     def stdin(self, prompt: str) -> bytes:
         """Return the standard input of a run on ``prompt``. A command line would not take every text."""
-        ...
 
     def environment(self, secret: str, *, socket: Path | None = None, base_url: str = "") -> dict[str, str]:
         """Return the agent's environment. ``secret`` opens the proxy session, which is reached at the unix socket
         ``socket`` or at ``base_url``."""
-        ...
 
     def files(self) -> Mapping[str, bytes]:
         """Return the files that a run needs in its box, by their paths relative to HOME."""
-        ...
 
     def result(self, done: ExecResult, turns: int) -> AgentRun:
         """Return the outcome of a process that has ended. ``turns``: see ``AgentRun``. Raises nothing, whatever the
         output is: the policy's commands can write to it."""
-        ...
 
 
 def outcome(

@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from rollout import POLICY_MODEL, SIDE_MODEL
 from rollout.agent import AgentRun, outcome
@@ -63,6 +63,10 @@ class ClaudeCode:
     brought: Mapping[str, bytes] = field(default_factory=dict)
     project_settings: bool = False
     claude_md: bool = False
+
+    # Where Claude Code writes its sessions (sub-agents', too), and where the shipped hooks write events.
+    leaves: ClassVar[Sequence[str]] = (".claude/projects", ".claude/hooks.jsonl")
+    covers: ClassVar[Mapping[Path, str]] = COVERS
 
     @classmethod
     def of(
@@ -114,16 +118,6 @@ class ClaudeCode:
     def programs(self) -> Sequence[Path]:
         """Return the binary."""
         return (self.binary,)
-
-    @property
-    def leaves(self) -> Sequence[str]:
-        """Return where Claude Code writes its sessions (sub-agents', too), and where the shipped hooks write events."""
-        return (".claude/projects", ".claude/hooks.jsonl")
-
-    @property
-    def covers(self) -> Mapping[Path, str]:
-        """Return `COVERS`."""
-        return COVERS
 
     def argv(self, home: str) -> list[str]:
         """Return the command line of a run."""

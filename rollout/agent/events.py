@@ -88,9 +88,8 @@ def usage(event: dict[str, Any]) -> tuple[int, int]:
         return 0, 0
     used = [model for model in models.values() if isinstance(model, dict)]
     prompts = ("inputTokens", "cacheReadInputTokens", "cacheCreationInputTokens")
-    return sum(_count(model.get(kind)) for model in used for kind in prompts), sum(
-        _count(model.get("outputTokens")) for model in used
-    )
+    replies = sum(_count(model.get("outputTokens")) for model in used)
+    return sum(_count(model.get(kind)) for model in used for kind in prompts), replies
 
 
 def output_tokens(reply: dict[str, Any]) -> int:

@@ -45,6 +45,7 @@ class Headless:
 
     PROGRAM: ClassVar[Program | None] = None
     UNREPORTED: ClassVar[tuple[str, ...]] = ()
+    leaves: ClassVar[Sequence[str]] = ()  # the output is its account
 
     @classmethod
     def of(cls, *, extra_args: Sequence[str] = (), **settings: Any) -> Self:
@@ -60,11 +61,6 @@ class Headless:
     def programs(self) -> Sequence[Path]:
         """Return the forwarder and the agent's directory. Raises FileNotFoundError without them."""
         return (program(), *([self.PROGRAM.found()] if self.PROGRAM else []))
-
-    @property
-    def leaves(self) -> Sequence[str]:
-        """Return nothing; the output is its account."""
-        return ()
 
     @property
     def covers(self) -> Mapping[Path, str]:

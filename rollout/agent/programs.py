@@ -83,9 +83,11 @@ class Program:
         """Install it in one step, and see that it starts. Raises RuntimeError or OSError if that does not work."""
         with tempfile.TemporaryDirectory() as home, making(self.directory, overwrite=True) as new:
             if self.npm:
+                if (npm := shutil.which("npm")) is None:
+                    raise FileNotFoundError("this needs npm, which is not on PATH")
                 # No package runs anything while it is installed. None has to be compiled: that is optional.
                 options = ["--ignore-scripts", "--omit=optional", "--no-audit", "--no-fund", "--no-package-lock"]
-                _run([_path("npm"), "install", *options, "--prefix", str(new), *self.npm], home)
+                _run([npm, "install", *options, "--prefix", str(new), *self.npm], home)
             else:
                 _run([self.python(), "-m", "venv", str(new)], home)
                 pip = [str(new / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check"]
@@ -94,13 +96,6 @@ class Program:
             said = _run([*(str(new / file) for file in self.main), *ask], home)
             if self.version not in said:
                 raise RuntimeError(f"{self.name} says that its version is {said.strip()[:200]!r}, not {self.version}")
-
-
-def _path(name: str) -> str:
-    found = shutil.which(name)
-    if found is None:
-        raise FileNotFoundError(f"this needs {name}, which is not on PATH")
-    return found
 
 
 def _run(argv: list[str], home: str) -> str:

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from rollout.audit.tokens import SEALS
-from rollout.reading import Reading
+from rollout.reading import FormatReading
 from rollout.records import Record
 
 
-def audit_text(record: Record, tokenizer: Any, reading: Reading) -> Iterator[str]:
+def audit_text(record: Record, tokenizer: Any, reading: FormatReading) -> Iterator[str]:
     """Yield the findings of check 4. Version 1 kept blocks other than those sampled; only its text is checked."""
     malformed = 0
     for i, node in enumerate(record.nodes):

@@ -56,11 +56,6 @@ def failed(cause: str, text: str) -> SandboxError:
     return SandboxError("no_space" if any(words in text.lower() for words in _FULL) else cause, text)
 
 
-def exhausted(error: OSError) -> bool:
-    """Return whether this process or machine has run out of descriptors, processes or memory."""
-    return error.errno in (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
-
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
-from rollout.sandbox import OUTPUT_CAP, ExecResult, SandboxError, infrastructure
+from rollout.sandbox import HOME, OUTPUT_CAP, TMPDIR, WORKDIR, ExecResult, SandboxError, infrastructure
 from rollout.sandbox.process import Command
 
 logger = logging.getLogger(__name__)
@@ -19,12 +19,13 @@ class BaseSandbox:
     which only this class calls.
 
     Each exec is an asyncio task that is never cancelled but told to stop: it must see its processes to their end.
-    in_turn: programs (and diffs) run one after another.
+    in_turn: programs (and diffs) run one after another. workdir, home, tmpdir: without them those of boxes that have a
+    root file system of their own.
     """
 
     relays = False
 
-    def __init__(self, workdir: str, home: str, tmpdir: str, *, in_turn: bool) -> None:
+    def __init__(self, workdir: str = WORKDIR, home: str = HOME, tmpdir: str = TMPDIR, *, in_turn: bool) -> None:
         self.workdir, self.home, self.tmpdir = workdir, home, tmpdir
         self.renewed: list[str] = []
         self._closed = False
@@ -119,6 +120,10 @@ class BaseSandbox:
                 if relative.name and ".." not in relative.parts:
                     return base, relative
         raise ValueError(f"not a path below the work tree, HOME or TMPDIR of the sandbox: {path}")
+
+    def _part(self, base: str) -> str:
+        """Return which part of the box is at workdir, home or tmpdir: tree, home or tmp."""
+        return {self.workdir: "tree", self.home: "home", self.tmpdir: "tmp"}[base]
 
     # --- what a kind of box defines
 

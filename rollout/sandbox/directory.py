@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
 
-from rollout.sandbox import PATCH_CAP, Limits, SandboxError, exhausted, failed, files
+from rollout.sandbox import PATCH_CAP, Limits, SandboxError, failed, files
 from rollout.sandbox.base import BaseSandbox
 from rollout.sandbox.ignored import IgnoredPaths
 from rollout.sandbox.treediff import Directory, Origin, patch_between
@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 _WORKSPACE = "code-rl-sandboxes-"
 _GONE_S = 5.0  # how long killed processes may take to disappear
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)  # this process or machine has no more of them
 
 
 class DirectorySandbox(BaseSandbox):
@@ -74,18 +75,17 @@ class DirectorySandbox(BaseSandbox):
                 return patch_between(origin, now, scratch / "git", PATCH_CAP, ignored)
 
         try:
-            try:
-                return patch()
-            except PermissionError:  # the agent may have taken away our right to read its files
-                files.open_modes(tree)
-                files.remove_tree(scratch)
-                return patch()
+            return patch()
+        except PermissionError:  # the agent may have taken away our right to read its files
+            files.open_modes(tree)
+            files.remove_tree(scratch)
+            return patch()
         finally:
             files.remove_tree(scratch)
 
     def _host(self, base: str) -> Path:
         """Return the directory of this machine that is workdir, home or tmpdir in the box."""
-        return self.root / {self.workdir: "tree", self.home: "home", self.tmpdir: "tmp"}[base]
+        return self.root / self._part(base)
 
     def origin(self) -> Origin:
         """Return the work tree as it was at boot. Raises OSError."""
@@ -214,7 +214,7 @@ def _strays(root: bytes) -> Iterable[int]:
             directory = os.readlink(b"/proc/%s/cwd" % name)
             environment, command, mounts = (_of_process(name, kind) for kind in (b"environ", b"cmdline", b"mountinfo"))
         except OSError as error:  # gone, a zombie, or another user's
-            if exhausted(error):  # not looked at, so it may be one
+            if error.errno in _EXHAUSTED:  # not looked at, so it may be one
                 raise
             continue
         program = os.path.basename(command.partition(b"\0")[0])

@@ -12,7 +12,6 @@ import functools
 import os
 import subprocess
 from pathlib import Path
-from types import TracebackType
 
 from rollout.sandbox import PatchTooLarge, SandboxError
 from rollout.sandbox.treediff import LINK, Origin, git_environment, make_repository
@@ -43,9 +42,7 @@ class IgnoredPaths:
     def __enter__(self) -> IgnoredPaths:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._git is not None:
             self._git.kill()
             self._git.communicate()
@@ -117,13 +114,8 @@ class IgnoredPaths:
         if index is None:
             return None
         (self._git_dir / "index").write_bytes(index)
-        done = subprocess.run(
-            [*_GIT, "ls-files", "-z"],
-            env=self._environment(),
-            cwd=self._tree,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-        )
+        argv, env = [*_GIT, "ls-files", "-z"], self._environment()
+        done = subprocess.run(argv, env=env, cwd=self._tree, stdin=subprocess.DEVNULL, capture_output=True)
         return frozenset(done.stdout.split(b"\0")) if done.returncode == 0 else None
 
     def _environment(self) -> dict[str, str]:

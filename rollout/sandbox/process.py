@@ -95,7 +95,6 @@ async def run(
     the runner itself is a SandboxError box_killed.
     Raises SandboxError if the process cannot be started or does not die.
     """
-    loop = asyncio.get_running_loop()
     started = time.monotonic()
     try:
         # Not by the loop: uvloop forks, which copies the page tables of this process (66 ms for 700 MB, in which the
@@ -113,7 +112,7 @@ async def run(
     except OSError as error:
         raise SandboxError("exec_failed", str(error)) from error
     pid = program.pid
-    child = _Child(loop, program, command)
+    child = _Child(program, command)
     watching: set[asyncio.Future[None]] = set()
     try:
         try:
@@ -161,11 +160,11 @@ class _Child:
     belongs to. By then, another thread may have opened a file that got the same descriptor.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, program: subprocess.Popen[bytes], command: Command) -> None:
+    def __init__(self, program: subprocess.Popen[bytes], command: Command) -> None:
         self.output = Output(command.output_cap)
-        self.exited: asyncio.Future[None] = loop.create_future()
-        self.drained: asyncio.Future[None] = loop.create_future()
-        self._loop = loop
+        self._loop = asyncio.get_running_loop()
+        self.exited: asyncio.Future[None] = self._loop.create_future()
+        self.drained: asyncio.Future[None] = self._loop.create_future()
         self._program = program
         self._open = {1: cast(IO[bytes], program.stdout), 2: cast(IO[bytes], program.stderr)}
         self._stdin = command.stdin

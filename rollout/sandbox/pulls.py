@@ -55,6 +55,12 @@ def split(image: str) -> tuple[str, str]:
     return host, path
 
 
+def with_tag(image: str) -> tuple[str, str]:
+    """Return an image's name and its tag, "latest" if it names none."""
+    name, colon, tag = image.rpartition(":")
+    return (name, tag) if colon and "/" not in tag else (image, "latest")
+
+
 def refused_for_now(error: str) -> bool:
     """Return whether an error says that the same pull may succeed later: rate limits, and registries in trouble."""
     return _FOR_NOW.search(error) is not None

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollout.sandbox.pulls import HUB, Pulls, split
+from rollout.sandbox.pulls import HUB, Pulls, split, with_tag
 
 _INDEX = ("application/vnd.oci.image.index.v1+json", "application/vnd.docker.distribution.manifest.list.v2+json")
 _MANIFEST = ("application/vnd.oci.image.manifest.v1+json", "application/vnd.docker.distribution.manifest.v2+json")
@@ -63,8 +63,7 @@ def layers(image: str, pulls: Pulls) -> dict[str, int]:
     host, path = split(pulls.address(image))
     name, _, reference = path.partition("@")
     if not reference:
-        name, colon, tag = path.rpartition(":")
-        name, reference = (name, tag) if colon else (path, "latest")
+        name, reference = with_tag(path)
     try:
         manifest = _get(host, name, reference)
         if "manifests" in manifest:

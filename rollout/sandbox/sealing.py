@@ -125,22 +125,13 @@ def tests_in(read: Callable[[PurePosixPath], bytes], tests: Iterable[str]) -> li
     return sorted(seen)
 
 
-_CONFIGURING = ("**/.claude/**", "**/.mcp.json", "**/CLAUDE*.md", "**/AGENTS.md")
+_CONFIGURING = [f":(glob)**/{name}" for name in (".claude/**", ".mcp.json", "CLAUDE*.md", "AGENTS.md")]
 
 
 def configuring(tree: Path) -> tuple[str, ...]:
     """Return the first files in a local work tree's commit that would configure an agent, as `seal.sh` reports them of
     an image. There are none where there is no repository."""
-    command = [
-        "git",
-        "--git-dir=.git",
-        "-c",
-        "core.fsmonitor=",
-        "ls-files",
-        "-z",
-        "--",
-        *(f":(glob){one}" for one in _CONFIGURING),
-    ]
+    command = ["git", "--git-dir=.git", "-c", "core.fsmonitor=", "ls-files", "-z", "--", *_CONFIGURING]
     done = subprocess.run(command, cwd=tree, stdin=subprocess.DEVNULL, capture_output=True)
     return tuple(os.fsdecode(path) for path in done.stdout.split(b"\0")[:20] if path)
 

@@ -19,9 +19,7 @@ from rewards.task import Task
 from rl.config.compose import ConfigError
 from rl.episodes.boxes import Kind
 from rollout.sandbox import (
-    HOME,
     PATCH_CAP,
-    TMPDIR,
     WORKDIR,
     ExecResult,
     Limits,
@@ -89,7 +87,7 @@ class Modal(Kind):
             )
         box = Box(sandbox, task.snapshot, limits, sockets)
         try:
-            tree = await asyncio.to_thread(packed, task.snapshot, WORKDIR, [HOME], USER)
+            tree = await asyncio.to_thread(packed, task.snapshot, USER)
             checked("boot_failed", await box.helper(["tar", "-x", "-C", "/"], tree))
             above = {str(parent) for _, inside in shown for parent in Path(inside).parents}
             checked("boot_failed", await box.helper(["chmod", "a+rx", "/", *above, *(inside for _, inside in shown)]))
@@ -105,7 +103,7 @@ class Box(BaseSandbox):
     relays = True
 
     def __init__(self, sandbox: modal.Sandbox, snapshot: Path, limits: Limits, sockets: Path | None) -> None:
-        super().__init__(WORKDIR, HOME, TMPDIR, in_turn=True)
+        super().__init__(in_turn=True)
         self._sandbox, self._snapshot, self._sockets = sandbox, snapshot, sockets
         self._shell = [*AS_USER, ulimits(limits, processes=True) + RUN, "sh"]
         self._relays: dict[Path, asyncio.Future[None]] = {}

@@ -23,19 +23,7 @@ from kubernetes_boxes.cluster import Cluster, Stream
 from kubernetes_boxes.stages import stage
 from kubernetes_boxes.tree import Part, PodTree
 from rollout.agent.forward import compiled
-from rollout.sandbox import (
-    HOME,
-    PATCH_CAP,
-    TMPDIR,
-    WORKDIR,
-    ExecResult,
-    Limits,
-    PatchTooLarge,
-    SandboxError,
-    failed,
-    infrastructure,
-    sealing,
-)
+from rollout.sandbox import PATCH_CAP, ExecResult, Limits, PatchTooLarge, SandboxError, failed, infrastructure, sealing
 from rollout.sandbox import files as box_files
 from rollout.sandbox.base import BaseSandbox, mounts_of
 from rollout.sandbox.directory import ulimits
@@ -50,7 +38,6 @@ _KILLS, _DRAIN_S, _LOOKS = 3, 5.0, 20
 _PULL_FAILED = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
 _START_FAILED = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
 _POD = Path(__file__).with_name("pod.yaml")
-_SHARED = {"tree": WORKDIR, "home": HOME, "tmp": TMPDIR}
 
 logger = logging.getLogger(__name__)
 
@@ -172,7 +159,7 @@ class PodSandbox(BaseSandbox):
     def __init__(
         self, cluster: Cluster, name: str, limits: Limits, snapshot: Path | None, sockets: Path | None
     ) -> None:
-        super().__init__(WORKDIR, HOME, TMPDIR, in_turn=True)
+        super().__init__(in_turn=True)
         self.name, self._cluster, self._snapshot, self._sockets = name, cluster, snapshot, sockets
         self._stage = stage("run").replace("LIMITS", ulimits(limits, processes=False))
         self._owner = "0:0"
@@ -252,7 +239,7 @@ class PodSandbox(BaseSandbox):
         return await self._script(stage("pack"), tree, str(len(names)), stdin=names)
 
     def _at(self, base: str) -> str:
-        return next(f"/box/{name}" for name, place in _SHARED.items() if place == base)
+        return f"/box/{self._part(base)}"
 
     async def _keeper(self, script: str, *words: str, stdin: bytes = b"") -> tuple[int, bytes, bytes]:
         """Run a script in the keeper. Raises PatchTooLarge if the box has filled its disk: its files are gone."""

@@ -25,17 +25,7 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from rollout.sandbox import (
-    HOME,
-    PATCH_CAP,
-    RENEWED_CAP,
-    TMPDIR,
-    WORKDIR,
-    ExecResult,
-    Limits,
-    SandboxError,
-    infrastructure,
-)
+from rollout.sandbox import RENEWED_CAP, ExecResult, Limits, SandboxError, infrastructure
 from rollout.sandbox.base import BaseSandbox, mounts_of
 from rollout.sandbox.docker import files as docker_files
 from rollout.sandbox.docker import images
@@ -125,7 +115,7 @@ class DockerSandbox(BaseSandbox):
         watched_bytes: int | None,
         sockets: Path | None,
     ) -> None:
-        super().__init__(sealed.workdir, HOME, TMPDIR, in_turn=True)
+        super().__init__(sealed.workdir, in_turn=True)
         self.container = container
         self._engine = engine
         self._sealed = sealed
@@ -155,9 +145,8 @@ class DockerSandbox(BaseSandbox):
     async def changes(self) -> bytes:
         """Kill the container, and let the engine say what changed."""
         await self._kill()
-        return await self._call(
-            container_diff, self._engine, self.container, self._origin, self.workdir, PATCH_CAP, cause="diff_failed"
-        )
+        what = self._engine, self.container, self._origin, self.workdir
+        return await self._call(container_diff, *what, cause="diff_failed")
 
     async def remove(self) -> None:
         """Remove the container; if the engine does not, it is owed."""
@@ -357,7 +346,7 @@ def _boot(
     try:
         if snapshot is not None:
             owner = sealed.uid, sealed.gid
-            engine.client.put_archive(container, "/", docker_files.packed(snapshot, WORKDIR, [HOME], owner))
+            engine.client.put_archive(container, "/", docker_files.packed(snapshot, owner))
         engine.client.start(container)
     except BaseException:
         engine.remove(container)

@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 
 from docker.errors import APIError
 
-from rollout.sandbox import PatchTooLarge, failed
+from rollout.sandbox import PATCH_CAP, PatchTooLarge, failed
 from rollout.sandbox.docker.engine import ContainerEngine
 from rollout.sandbox.docker.files import archive, is_directory, read
 from rollout.sandbox.ignored import RULES, IgnoredPaths
@@ -27,7 +27,7 @@ _UNKNOWN = "\N{REPLACEMENT CHARACTER}".encode()
 _CHUNK = 1 << 20
 
 
-def container_diff(engine: ContainerEngine, container: str, origin: str | Path, workdir: str, max_bytes: int) -> bytes:
+def container_diff(engine: ContainerEngine, container: str, origin: str | Path, workdir: str) -> bytes:
     """Return what changed below `workdir`, as a patch. The container must not be running. Blocks.
 
     origin: what was there at first, as the name of the container's image or as the small directory that was copied.
@@ -35,23 +35,23 @@ def container_diff(engine: ContainerEngine, container: str, origin: str | Path, 
     """
     try:
         if isinstance(origin, Path):
-            return _since_snapshot(engine, container, origin, workdir, max_bytes)
-        return _since_image(engine, container, origin, workdir, max_bytes)
+            return _since_snapshot(engine, container, origin, workdir)
+        return _since_image(engine, container, origin, workdir)
     except OSError as error:
         raise failed("diff_failed", str(error)) from error
 
 
-def _since_snapshot(engine: ContainerEngine, container: str, snapshot: Path, workdir: str, max_bytes: int) -> bytes:
+def _since_snapshot(engine: ContainerEngine, container: str, snapshot: Path, workdir: str) -> bytes:
     with tempfile.TemporaryDirectory(prefix="diff-") as name:
         old = Directory(os.fsencode(snapshot))
         with IgnoredPaths(old, Path(name)) as ignored:
-            new = _ContainerTree(engine, container, workdir, Path(name, "new"), old.files, ignored, max_bytes)
+            new = _ContainerTree(engine, container, workdir, Path(name, "new"), old.files, ignored)
             if is_directory(engine.stat(container, workdir)):
                 new.fetch(set(), {b""})
-            return patch_between(old, new, Path(name, "patch"), max_bytes, ignored)
+            return patch_between(old, new, Path(name, "patch"), PATCH_CAP, ignored)
 
 
-def _since_image(engine: ContainerEngine, container: str, image: str, workdir: str, max_bytes: int) -> bytes:
+def _since_image(engine: ContainerEngine, container: str, image: str, workdir: str) -> bytes:
     root = os.fsencode(workdir)
     try:
         changed, gone, unnamed, rules = _changed(engine.client.diff(container) or [], root)
@@ -68,13 +68,13 @@ def _since_image(engine: ContainerEngine, container: str, image: str, workdir: s
         old = _ContainerTree(engine, pristine, workdir, Path(name, "old"))
         old.fetch(changed | rules, gone | unnamed)
         with IgnoredPaths(old, Path(name)) as ignored:
-            new = _ContainerTree(engine, container, workdir, Path(name, "new"), old.files, ignored, max_bytes)
+            new = _ContainerTree(engine, container, workdir, Path(name, "new"), old.files, ignored)
             known = old.files.keys() | old.directories
             new.fetch({path for path in changed if path in known or path not in ignored}, unnamed)
             new.fetch(rules & old.files.keys() - changed, set())  # else they would be missing there
             # If a directory became something else, the engine names nothing that was in it.
             old.fetch(set(), {path for path in changed & old.directories if path not in new.directories})
-            return patch_between(old, new, Path(name, "patch"), max_bytes, ignored)
+            return patch_between(old, new, Path(name, "patch"), PATCH_CAP, ignored)
 
 
 def _changed(entries: Iterable[dict], root: bytes) -> tuple[set[bytes], set[bytes], set[bytes], set[bytes]]:
@@ -104,7 +104,7 @@ class _ContainerTree:
     """This `treediff.FileTree` has some files and links of a work tree in a container; contents lie in numbered files.
 
     old: if given, only files that have the same mode and size there are read without a limit. Of the others, those in
-    `ignored` are not read, and the rest may have `budget` bytes together (the limit of the patch). directories: those
+    `ignored` are not read, and the rest may have `PATCH_CAP` bytes together. directories: those
     that were seen.
     """
 
@@ -116,13 +116,12 @@ class _ContainerTree:
         store: Path,
         old: Mapping[bytes, tuple[int, int]] | None = None,
         ignored: Container[bytes] = frozenset(),
-        budget: int = 0,
     ) -> None:
         self.files: dict[bytes, tuple[int, int]] = {}
         self.directories: set[bytes] = set()
         self._contents: dict[bytes, Path | bytes] = {}
         self._engine, self._container, self._workdir = engine, container, workdir
-        self._store, self._old, self._ignored, self._budget, self._cap = store, old, ignored, budget, budget
+        self._store, self._old, self._ignored, self._budget = store, old, ignored, PATCH_CAP
         store.mkdir()
 
     def read(self, path: bytes) -> bytes:
@@ -193,7 +192,7 @@ class _ContainerTree:
                 return
             self._budget -= member.size
             if self._budget < 0:
-                raise PatchTooLarge(f"more than {self._cap} bytes of changed files")
+                raise PatchTooLarge(f"more than {PATCH_CAP} bytes of changed files")
         source = tar.extractfile(member)
         assert source is not None
         file = self._store / str(len(self._contents))

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from docker.errors import NotFound
 
-from rollout.sandbox import SandboxError
+from rollout.sandbox import HOME, WORKDIR, SandboxError
 from rollout.sandbox.docker.engine import ContainerEngine
 
 # Bits of Go's FileMode, which the engine speaks.
@@ -42,9 +42,8 @@ def write(
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as tar:
         for depth in range(1, len(missing) + 1):
             tar.addfile(_member("/".join(missing[:depth]), owner, tarfile.DIRTYPE, 0o755))
-        file = _member("/".join([*missing, relative.name]), owner, tarfile.REGTYPE, 0o644)
-        file.size = len(data)
-        tar.addfile(file, io.BytesIO(data))
+        name = "/".join([*missing, relative.name])
+        tar.addfile(_member(name, owner, tarfile.REGTYPE, 0o644, len(data)), io.BytesIO(data))
     engine.client.put_archive(container, str(place), buffer.getvalue())
 
 
@@ -65,9 +64,7 @@ def renew(
                     tar.addfile(_member(str(place), owner, tarfile.DIRTYPE, 0o755))
                     made.add(place)
             if not directory:
-                file = _member(str(full), owner, tarfile.REGTYPE, 0o755)
-                file.size = len(data)
-                tar.addfile(file, io.BytesIO(data))
+                tar.addfile(_member(str(full), owner, tarfile.REGTYPE, 0o755, len(data)), io.BytesIO(data))
     engine.client.put_archive(container, "/", buffer.getvalue())
 
 
@@ -90,8 +87,8 @@ def read(engine: ContainerEngine, container: str, base: str, relative: PurePosix
     raise FileNotFoundError(f"no regular file at {path}")
 
 
-def packed(snapshot: Path, place: str, empty: Iterable[str], owner: tuple[int, int]) -> bytes:
-    """Return an archive for the root of a container: a copy of a directory at `place`, and some empty directories."""
+def packed(snapshot: Path, owner: tuple[int, int]) -> bytes:
+    """Return an archive for the root of a container: a copy of a directory as the work tree, and an empty HOME."""
 
     def owned(member: tarfile.TarInfo) -> tarfile.TarInfo:
         member.uid, member.gid = owner
@@ -100,9 +97,8 @@ def packed(snapshot: Path, place: str, empty: Iterable[str], owner: tuple[int, i
 
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT, errors="surrogateescape") as tar:
-        tar.add(snapshot, place.lstrip("/"), filter=owned)
-        for directory in empty:
-            tar.addfile(_member(directory.lstrip("/"), owner, tarfile.DIRTYPE, 0o755))
+        tar.add(snapshot, WORKDIR.lstrip("/"), filter=owned)
+        tar.addfile(_member(HOME.lstrip("/"), owner, tarfile.DIRTYPE, 0o755))
     return buffer.getvalue()
 
 
@@ -153,8 +149,8 @@ def is_directory(status: Mapping[str, Any] | None) -> bool:
     return status is not None and bool(status["mode"] & _GO_DIRECTORY)
 
 
-def _member(name: str, owner: tuple[int, int], kind: bytes, mode: int) -> tarfile.TarInfo:
+def _member(name: str, owner: tuple[int, int], kind: bytes, mode: int, size: int = 0) -> tarfile.TarInfo:
     member = tarfile.TarInfo(name)
-    member.type, member.mode, member.mtime = kind, mode, int(time.time())
+    member.type, member.mode, member.size, member.mtime = kind, mode, size, int(time.time())
     member.uid, member.gid = owner
     return member

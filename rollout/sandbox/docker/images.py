@@ -30,7 +30,7 @@ from rollout.files import write
 from rollout.sandbox import HOME, WORKDIR, SandboxError
 from rollout.sandbox.docker import files as docker_files
 from rollout.sandbox.docker.engine import PROJECT, UNOWNED, ContainerEngine, cache_dir, checked, get_engine
-from rollout.sandbox.pulls import Pulls, refused_for_now
+from rollout.sandbox.pulls import Pulls, refused_for_now, with_tag
 from rollout.sandbox.sealing import SCRIPT, Source, Wanted, ahead, check_source, digest, evict_oldest, judged, tests_in
 
 _REPOSITORY = f"{PROJECT}/sealed"
@@ -156,24 +156,19 @@ def pull(engine: ContainerEngine, image: str, pulls: Pulls = _AT_ONCE) -> None:
             logger.warning("%s; waiting %.0f s", error, wait)
             time.sleep(wait)
     if address != image:
-        checked("missing_image", engine.client.tag, address, *_with_tag(image))
+        checked("missing_image", engine.client.tag, address, *with_tag(image))
         checked("docker_failed", engine.client.remove_image, address)  # the mirror's name only
     _note(engine, "pulled", image)
 
 
 def _pull(engine: ContainerEngine, address: str) -> None:
-    name, tag = (address, None) if "@" in address else _with_tag(address)
+    name, tag = (address, None) if "@" in address else with_tag(address)
     try:
         for line in engine.client.pull(name, tag=tag, stream=True, decode=True):
             if "error" in line:
                 raise SandboxError("missing_image", f"{address}: {line['error']}")
     except DockerException as error:
         raise SandboxError("missing_image", f"{address} is not here and cannot be pulled: {error}") from error
-
-
-def _with_tag(image: str) -> tuple[str, str]:
-    name, colon, tag = image.rpartition(":")
-    return (name, tag) if colon and "/" not in tag else (image, "latest")
 
 
 def _inspect(engine: ContainerEngine, image: str) -> Mapping | None:

@@ -101,7 +101,8 @@ class LocalSandbox(DirectorySandbox):
         self._mounts = mounts
         self._group = cgroup.made(limits)
         unwatched = {"memory_bytes": sys.maxsize, "processes": sys.maxsize} if self._group else {}
-        self._watched, self._base = replace(limits, **unwatched), base
+        watched = replace(limits, **unwatched)
+        self._over = functools.partial(watch.until_over, root=root, limits=watched, base=base)
         # With bwrap the program is a child of this shell: as process 1 of its namespace it would ignore most signals.
         program = '"$@"; exit $?' if isolated else 'exec "$@"'
         limits = replace(limits, file_bytes=min(limits.file_bytes, limits.disk_bytes))
@@ -139,9 +140,6 @@ class LocalSandbox(DirectorySandbox):
         if self._group:
             await asyncio.to_thread(self._group.remove)
         await super().remove()
-
-    async def _over(self, pid: int) -> None:
-        await watch.until_over(pid, self.root, self._watched, self._base)
 
     async def _run_isolated(self, command: Command) -> ExecResult:
         status_read, status_write = os.pipe()

@@ -70,11 +70,7 @@ def _readable(filter: bytes | None) -> Generator[list[int]]:
 
 
 def command(
-    root: Path,
-    binds: Iterable[tuple[Path, str]],
-    setenv: Mapping[str, str],
-    status_fd: int,
-    filter_fds: Sequence[int] = (),
+    root: Path, binds: Iterable[tuple[Path, str]], setenv: Mapping[str, str], status_fd: int, filter_fds: Sequence[int]
 ) -> list[str]:
     """Return the command line up to the program to run.
 

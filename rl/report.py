@@ -24,11 +24,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directories")
     parser.add_argument("--out", type=Path, metavar="PREFIX", help="where the two files go")
     args = parser.parse_args(arguments)
-    directories = [directory.resolve() for directory in args.runs]
-    runs = {
-        f"{directory.parent.name} {directory.name}": read_jsonl(directory / "metrics.jsonl")
-        for directory in directories
-    }
+    directories = [*dict.fromkeys(directory.resolve() for directory in args.runs)]
+    names = [f"{directory.parent.name} {directory.name}" for directory in directories]
+    if len(set(names)) < len(names):
+        names = [*map(str, directories)]
+    runs = {name: read_jsonl(path / "metrics.jsonl") for name, path in zip(names, directories, strict=True)}
     for directory, records in zip(directories, runs.values(), strict=True):
         if not records:
             return program.failed(f"report: {directory}: no metrics.jsonl with a step in it; give run directories", 2)

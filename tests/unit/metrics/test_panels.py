@@ -172,6 +172,13 @@ def test_legends_do_not_cover_the_data(tmp_path: Path) -> None:
             assert not any(box.overlaps(frame) for frame in frames), axes.get_title(loc="left")
 
 
+def test_runs_of_the_same_name_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [run_directory(tmp_path / parent / "x", "run", 3) for parent in "ab"]
+    assert report_command.main([*map(str, (*runs, runs[0])), "--out", str(tmp_path / "both")]) == 0
+    words = Page(Path(capsys.readouterr().out.split()[1]).read_text()).words
+    assert all(any(str(run) in word for word in words) for run in runs)
+
+
 def test_a_directory_that_is_no_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert report_command.main([str(tmp_path)]) == 2
     assert str(tmp_path) in capsys.readouterr().err

@@ -71,9 +71,7 @@ class _Body:
         self.api, self.talk, self.items = api, talk, list[bytes]()
         head = json.loads(talk.body())
         field = {"responses": "input", "gemini": "contents"}.get(api, "messages")
-        self.head = (
-            json.dumps(_head(api, head)).encode()[:-1] + b',"%b":[' % field.encode() if api != "messages" else b""
-        )
+        self.head = json.dumps(_head(api, head)).encode()[:-1] + b',"%b":[' % field.encode()
         if api == "chat":
             self.items.append(json.dumps({"role": "system", "content": head["system"][0]["text"]}).encode())
         self.seen = 0

@@ -31,12 +31,8 @@ FILES = "files/"  # pages that no list names
 def documents() -> dict[str, str]:
     """Return the place of each document on the site by its place in the repository."""
     found = dict(ELSEWHERE)
-    for folder, place in {
-        "docs/": "",
-        "examples/": "examples/",
-        "packaging/": "packaging/",
-        ".github/": f"{FILES}github/",
-    }.items():
+    places = {"docs/": "", "examples/": "examples/", "packaging/": "packaging/", ".github/": f"{FILES}github/"}
+    for folder, place in places.items():
         for file in sorted((ROOT / folder).rglob("*.md")):
             path = file.relative_to(ROOT).as_posix()
             if file.name != "instruction.md":  # a task's

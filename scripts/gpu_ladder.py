@@ -12,7 +12,6 @@ docs/planning.md says what each rung shows and what to do when it fails. Exit co
 from __future__ import annotations
 
 import ctypes
-import importlib
 import json
 import os
 import platform
@@ -29,20 +28,16 @@ from typing import Any
 
 import psutil
 
+from rl.config.compose import NO_REPORTS
 from rl.run.programs import end_processes, last_lines, tied
 from rollout import files, program
+from rollout.dotted import attribute
 
 HERE = Path(__file__).resolve().parent
 # A GPU is lent by the minute; two cores without one take longer for the same rungs.
 LIMIT_S = {"cuda": 300.0, "cpu": 1500.0}
 NEEDS_GPU = "not measured: needs a GPU"
-OFFLINE = {
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "WANDB_MODE": "offline",
-    "VLLM_NO_USAGE_STATS": "1",
-    "RAY_USAGE_STATS_ENABLED": "0",
-}
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "WANDB_MODE": "offline", **NO_REPORTS}
 _SET_CHILD_SUBREAPER = 36  # prctl
 
 
@@ -201,10 +196,9 @@ def child(function: str, place: Place) -> None:
     # What a killed program leaves becomes a child of this process and not of init.
     ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    module, _, name = function.partition(":")
     figures: list[dict[str, Any]] = []
     try:
-        for figure in getattr(importlib.import_module(module), name)(place):
+        for figure in attribute(function)(place):
             figures.append(asdict(figure))
             files.write(Path(place.directory) / "figures.json", json.dumps(figures))
     finally:

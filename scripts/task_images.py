@@ -175,9 +175,8 @@ async def verify(task: Task) -> None:
     for patch, wanted in ((task.patch.encode(), Outcome.RESOLVED), (None, Outcome.UNRESOLVED)):
         verdict = await grade(task, patch, functools.partial(_boot, task), timeout_s=TIMEOUT_S)
         if verdict.outcome is not wanted:
-            raise RuntimeError(
-                f"{task.instance_id} should be {wanted}, but {verdict.reason}: {verdict.detail}\n{verdict.log_tail}"
-            )
+            seen = f"{verdict.reason}: {verdict.detail}\n{verdict.log_tail}"
+            raise RuntimeError(f"{task.instance_id} should be {wanted}, but {seen}")
 
 
 def base_image(engine: ContainerEngine, name: str = "base", more: Sequence[str] = ()) -> str:
@@ -276,9 +275,8 @@ def _history(recipe: Recipe, repo: Path) -> tuple[str, str, str]:
 def _without(source: str, functions: Sequence[str]) -> str:
     """Return the source without these functions, wherever they are defined."""
     lines = source.splitlines(keepends=True)
-    nodes = [
-        node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef) and node.name in functions
-    ]
+    defined = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef))
+    nodes = [node for node in defined if node.name in functions]
     assert {node.name for node in nodes} == set(functions)
     for node in nodes:
         first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])

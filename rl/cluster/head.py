@@ -141,9 +141,8 @@ async def head(place: JobPosition, config: DictConfig, overrides: list[str], run
     signals, nodes = Signals(), Listener(place, say)
     warning = Path(os.environ.get("RL_WARNING") or os.devnull).absolute()
     if not warning.parent.is_dir():  # a path of the host; this may be a container
-        raise NodeError(
-            f"{place.node}: no {warning.parent.parent} here: bind the host's (RL_BIND), where the batch script warns"
-        )
+        advice = "bind the host's (RL_BIND), where the batch script warns"
+        raise NodeError(f"{place.node}: no {warning.parent.parent} here: {advice}")
     watching = asyncio.ensure_future(signals.watch(warning))
     guards = [signals.early, nodes.failed]
     ray: RayNode | None = None
@@ -161,11 +160,9 @@ async def head(place: JobPosition, config: DictConfig, overrides: list[str], run
         if config.cluster.preflight:
             await unless(guards, preflight(nodes, config, logs, say))
         keys = await unless(guards, _prepared(nodes, config, run_dir, logs, say))
-        address = f"{node_address(config, nodes.address)}:{free_port()}"
-        own, _, port = address.rpartition(":")
-        ended = await ray.start(
-            own, "--head", f"--port={port}", "--include-dashboard=false", f"--ray-client-server-port={free_port()}"
-        )
+        own, port = node_address(config, nodes.address), free_port()
+        address, how = f"{own}:{port}", ("--include-dashboard=false", f"--ray-client-server-port={free_port()}")
+        ended = await ray.start(own, "--head", f"--port={port}", *how)
         guards.append(ended)
         await unless(guards, ray.up())
         for peer in nodes.peers.values():

@@ -208,12 +208,9 @@ class Listener:
     def _hear(self, peer: Peer, message: Mapping[str, Any]) -> None:
         if "say" in message:
             self._say(f"{peer.name}: {message['say']}")
-        if "tested" in message and not peer.tested.done():
-            peer.tested.set_result(message["tested"])
-        if "checked" in message and not peer.checked.done():
-            peer.checked.set_result(message["checked"])
-        if "ready" in message and not peer.ready.done():
-            peer.ready.set_result(message["ready"])
+        for name, future in (("tested", peer.tested), ("checked", peer.checked), ("ready", peer.ready)):
+            if name in message and not future.done():
+                future.set_result(message[name])
         if "problem" in message:
             self._fail(f"{peer.name}: {message['problem']}")
 

@@ -117,9 +117,8 @@ def _is_group(key: str, folders: Iterable[Path]) -> bool:
 
 def _not_parsed(text: str, error: Exception, folders: Iterable[Path]) -> str:
     if "=" in text:
-        return (
-            f"the value cannot be read ({_first(error)}); quote it for Hydra, too: {text.partition('=')[0]}='\"...\"'"
-        )
+        quoted = f"{text.partition('=')[0]}='\"...\"'"
+        return f"the value cannot be read ({_first(error)}); quote it for Hydra, too: {quoted}"
     experiments = options("experiment", folders)
     near = difflib.get_close_matches(text, experiments, n=1)
     return f"write key=value{f'; did you mean +experiment={near[0]}?' if near else ''}"

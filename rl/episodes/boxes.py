@@ -211,9 +211,8 @@ class Docker(FromImages):
             if self.lacking([base] if base else []):
                 raise ConfigError(f"sandbox.base_image: no image {base}{self.base_hint}")
         except SandboxError as error:
-            raise ConfigError(
-                f"sandbox={self.name}: {error}; start the engine, set DOCKER_HOST or choose sandbox=local"
-            ) from error
+            advice = "start the engine, set DOCKER_HOST or choose sandbox=local"
+            raise ConfigError(f"sandbox={self.name}: {error}; {advice}") from error
 
     def check_tasks(self, tasks: Sequence[Task]) -> None:
         """Raise ConfigError if a snapshot has no image to run in, or if the first missing image cannot be pulled.

@@ -24,12 +24,10 @@ class NotSaved(Exception):
     """A checkpoint could not be written. What exists of it is removed, which also makes room for the logs."""
 
     def __init__(self, directory: Path, step: int, cause: BaseException) -> None:
-        free = shutil.disk_usage(directory).free
+        free = f"{shutil.disk_usage(directory).free / 2**20:.1f} MiB free in {directory}"
         discard(directory, step)
         why = last_lines(str(cause)) or repr(cause)
-        super().__init__(
-            f"the checkpoint of step {step} could not be written with {free / 2**20:.1f} MiB free in {directory}: {why}"
-        )
+        super().__init__(f"the checkpoint of step {step} could not be written with {free}: {why}")
 
 
 def newest(directory: Path) -> int:

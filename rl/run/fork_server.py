@@ -127,6 +127,17 @@ def _serve(path: str, modules: str) -> None:
                     _become(connection, path)
 
 
+def forget(environment: Mapping[str, str]) -> None:
+    """Let a fork have an environment of its own, and temporary files and random numbers that are not its parent's."""
+    import tempfile
+
+    os.environ.clear()
+    os.environ.update(environment)
+    tempfile.tempdir = None
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed()  # else all forks would draw the same numbers
+
+
 def _become(connection: socket.socket, path: str) -> None:
     """Go on as the process that has connected, or as one that it starts with multiprocessing."""
     import runpy
@@ -141,13 +152,7 @@ def _become(connection: socket.socket, path: str) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, told["blocked"])
     os.chdir(told["directory"])
-    os.environ.clear()
-    os.environ.update(told["environment"])
-    import tempfile
-
-    tempfile.tempdir = None
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed()  # else all forks would draw the same numbers
+    forget(told["environment"])
     if told["arguments"] is None:
         _run_target(*descriptors[3:])
     _serve_multiprocessing(path)

@@ -18,6 +18,8 @@ from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver
 from pathlib import Path
 
+from rl.run.fork_server import forget
+
 
 class Forks:
     """This starts programs (``python -m NAME``) as forks of a process that has imported ``modules``.
@@ -87,7 +89,6 @@ def _become(module: str, arguments: list[str], environment: dict[str, str], log:
     """Go on as a program."""
     import atexit
     import runpy
-    import tempfile
 
     os.setsid()
     threading.Thread(target=_end_with_maker, daemon=True).start()
@@ -95,11 +96,7 @@ def _become(module: str, arguments: list[str], environment: dict[str, str], log:
     for stream in (1, 2):
         os.dup2(sink, stream)
     os.close(sink)
-    os.environ.clear()
-    os.environ.update(environment)
-    tempfile.tempdir = None
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed()  # else all forks would draw the same numbers
+    forget(environment)
     sys.argv = [module, *arguments]
     sys.modules.pop(module, None)  # it runs as __main__
     try:

@@ -36,15 +36,9 @@ def storing(directory: Path, store: DictConfig, say: Callable[[str], None]) -> G
         yield
         return
     command = [sys.executable, "-m", "rl.store", str(directory), "--url", str(store.url), "--follow"]
-    log = directory / LOG
+    command, log = tied(*command, "--timeout", str(store.timeout_s)), directory / LOG
     with open(log, "ab") as out:
-        process = subprocess.Popen(
-            tied(*command, "--timeout", str(store.timeout_s)),
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=out,
-            start_new_session=True,
-        )
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
     try:
         yield
     finally:

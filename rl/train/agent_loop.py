@@ -58,9 +58,8 @@ class Worker:
         self.log = EpisodeLog(run_dir)
         self.own = own.load(config.episode.figures)
         self.samples = SampleLog(run_dir)
-        self.deadlines = {
-            name: Deadline(config.episode.deadline, agent.timeout_s) for name, (agent, _) in settings.agents.items()
-        }
+        times = config.episode.deadline
+        self.deadlines = {name: Deadline(times, agent.timeout_s) for name, (agent, _) in settings.agents.items()}
         self.slots = asyncio.Semaphore(config.sandbox.concurrency)
         self.tasks = functools.cache(lambda file: {task.instance_id: task for task in load_tasks(file)})
 
@@ -165,10 +164,8 @@ def outputs(episode: Episode, mask_overlong: bool = False) -> list[AgentLoopOutp
     a row's own reward has more than that is its ``credit``, which ``rl.train.trainer`` adds to its advantage."""
     if episode.verdict.is_infra or (mask_overlong and episode.overlong):
         return []
-    seconds = episode.timing
-    metrics = AgentLoopMetrics(
-        generate_sequences=seconds.get("agent", 0.0), compute_score=seconds.get("grade", 0.0), num_preempted=-1
-    )
+    played, graded = (episode.timing.get(phase, 0.0) for phase in ("agent", "grade"))
+    metrics = AgentLoopMetrics(generate_sequences=played, compute_score=graded, num_preempted=-1)
     return [
         AgentLoopOutput(
             prompt_ids=row.prompt_ids,

@@ -111,10 +111,13 @@ class Prober:
         return {"error": problem}
 
     async def store(self) -> int:
-        """Start the store at which the processes of an all-reduce meet, and return its port. Raises NodeError."""
+        """Start the store at which the processes of an all-reduce meet, and return its port. Raises RuntimeError."""
         self._probes["store"] = [await self._start("store", "")]
-        said = await asyncio.wait_for(_line(self._probes["store"][0]), _START_S)
-        return json.loads(said)["port"]
+        try:
+            return json.loads(await asyncio.wait_for(_line(self._probes["store"][0]), _START_S))["port"]
+        except (TimeoutError, ValueError) as error:
+            log = self._logs / "preflight.log"
+            raise RuntimeError(f"the store at which all-reduces meet has not started; see {log}") from error
 
     async def _start(self, *arguments: str) -> asyncio.subprocess.Process:
         own = CPU_ENVIRONMENT if self._config.trainer.device == "cpu" else {}

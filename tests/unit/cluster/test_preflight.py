@@ -193,6 +193,14 @@ async def test_a_process_that_dies_is_an_error_and_the_next_all_reduce_has_a_new
         await asyncio.gather(*(prober.close() for prober in probers))
 
 
+async def test_a_store_that_does_not_start_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rl.cluster.preflight.tied", lambda *command: ["false"])
+    prober = Prober(config(), tmp_path)
+    with pytest.raises(RuntimeError, match=r"has not started; see .*preflight\.log"):
+        await prober.store()
+    await prober.close()
+
+
 # --- the interface, and SLURM's commands
 
 

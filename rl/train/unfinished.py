@@ -210,8 +210,8 @@ class Draws:
                 groups.append(DrawnGroup(uid, task, REPLACED, *replaced[uid]))
             else:
                 status = items[uid]["status"]
-                ended = status in ("finished", "failure")
-                groups.append(DrawnGroup(uid, task, status if ended else "running", sessions))
+                over = status in ("finished", "failure")
+                groups.append(DrawnGroup(uid, task, status if over else "running", sessions))
         kept = UnfinishedStep(self.step - 1, [*groups, *self.left], lost, ended)
 
         def fetch(group: DrawnGroup) -> list[Row]:

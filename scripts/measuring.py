@@ -1,4 +1,4 @@
-"""What the measuring scripts share: a training run with its peaks of memory, and tables of Markdown."""
+"""The measuring scripts share this: a training run with its peaks of memory, and tables of Markdown."""
 
 from __future__ import annotations
 

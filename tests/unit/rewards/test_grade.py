@@ -433,7 +433,7 @@ def test_work_apart_may_be_ended_by_the_kernel() -> None:
 
 
 def test_the_time_of_work_apart_begins_with_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it needs may take long to be imported where much else is done."""
+    """A busy machine takes long to import what the work needs, and that is not the doing of what is read."""
     (tmp_path / "slowly.py").write_text("import time\ntime.sleep(3)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert apart(2.0, ("slowly",), divmod, 7, 2) == (3, 1)
